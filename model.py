@@ -11,6 +11,7 @@ The *stream* x is what blocks add to. A *state* is x at a position, after the fi
 Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
 """
 
+import contextlib
 import math
 from dataclasses import dataclass
 from functools import partial
@@ -175,6 +176,33 @@ def with_sink(sink: Tensor | None, x: Tensor) -> Tensor:
     return torch.cat((sink.expand(len(x), -1, -1, -1), x), dim=2)
 
 
+def weights_on(q: Tensor, k: Tensor, positions: Tensor, sink_key=None) -> Tensor:
+    """The weights of queries q (B, H, T, Dh) on keys k (B, G, T, Dh) at K <= Dh positions: (B, H, T, K).
+
+    Attention returns a weighted mean of values. If the values are one-hot, this mean is the weights, and the
+    fused kernel computes it in O(T) memory. The CPU's kernel needs values as wide as keys, hence K <= Dh.
+    `sink_key` (G Dh,), if any, is an explicit sink's, which has position 0.
+    """
+    keys = with_sink(sink_key, k)
+    first = k.shape[2] + 1 - keys.shape[2]  # position of the first key: 1, or 0 with an explicit sink
+    (there,) = torch.nonzero(positions >= first, as_tuple=True)
+    places = positions[there] - first
+    values = torch.zeros_like(keys)
+    values[:, :, places, there] = 1
+    return causal_attention(q, keys, values)[..., : len(positions)]
+
+
+def mean_attention(q: Tensor, k: Tensor, sink_key, positions) -> Tensor:
+    """alpha (B, H, K): the weight on position p, averaged over the queries i >= p (BB 6.2.1)."""
+    positions = torch.as_tensor(positions, device=k.device)
+    parts = []
+    for part in positions.split(k.shape[3]):
+        weights = weights_on(q, k, part, sink_key)
+        parts.append(weights.sum(2, dtype=torch.float32))
+    queries = k.shape[2] + 1 - positions.clamp(min=1)  # (K,) that see it; all see position 0
+    return torch.cat(parts, dim=2) / queries
+
+
 class Attention(nn.Module):
     """Causal multi-head attention, with RoPE if positions are not learned (BB Equation 2, once per head)."""
 
@@ -214,7 +242,7 @@ class Attention(nn.Module):
         heads = causal_attention(q, with_sink(self.sink_key, k), with_sink(self.sink_value, v))
         heads = self.calibrate(heads, T)  # (B, H, Q, Dh)
         if on_heads is not None:
-            replacement = on_heads(heads, q, k, v)
+            replacement = on_heads(heads, q, k, v, partial(mean_attention, q, k, self.sink_key))
             heads = heads if replacement is None else replacement
         return self.o_proj(heads.transpose(1, 2).flatten(2))  # from (B, Q, H Dh)
 
@@ -276,7 +304,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The decoder. `model(tokens)` returns logits, `model.hidden(tokens)` the states that we measure."""
+    """The decoder. `model(tokens)` returns logits, `model.hidden(tokens)` the states that we measure.
+
+    What measures ask of it, sources/lens.py gives of other architectures, and says what it `lacks`.
+    """
+
+    lacks = {}
+    normed_layers = ()  # whose units do not write to the stream as they are
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -329,9 +363,10 @@ class Transformer(nn.Module):
 
         With `last_only` the result is the last position's state, (B, d), and the last block computes only
         that position. `on_state(layer, x)` is called with the stream (B, T, d) in front of the first block,
-        as layer 0, and after each block. `on_heads(layer, heads, q, k, v)` is called with the calibrated
-        outputs of the heads (B, H, T, Dh), and with q and k after their rotation. If it returns a tensor,
-        this replaces the outputs. Where only the last position is computed, T is 1 in x, heads and q.
+        as layer 0, and after each block. `on_heads(layer, heads, q, k, v, alpha)` is called with the
+        calibrated outputs of the heads (B, H, T, Dh), with q and k after their rotation, and with the
+        function `mean_attention` of positions. If it returns a tensor, this replaces the outputs. Where only
+        the last position is computed, T is 1 in x, heads and q.
         ValueError if T exceeds the context.
         """
         T = inputs.shape[1]
@@ -370,5 +405,45 @@ class Transformer(nn.Module):
         states = self.hidden(tokens)
         if targets is None:
             return self.unembed(states)
-        # the sum of F.cross_entropy; to save memory, logits are computed for some positions at a time
-        return kernels.summed_cross_entropy(states.flatten(0, 1), self.head_weight, targets.flatten())
+        return self.summed_loss(states.flatten(0, 1), targets.flatten())
+
+    def summed_loss(self, states: Tensor, targets: Tensor) -> Tensor:
+        """The summed loss in nats of targets (n,) after final-norm states (n, d).
+
+        It is the sum of F.cross_entropy; to save memory, logits are computed for some states at a time.
+        """
+        return kernels.summed_cross_entropy(states, self.head_weight, targets)
+
+    @property
+    def blocks(self):
+        return self.model.layers
+
+    @property
+    def linears(self):
+        """The linear maps of the blocks."""
+        return [module for module in self.blocks.modules() if isinstance(module, nn.Linear)]
+
+    @property
+    def device(self):
+        return self.head_weight.device
+
+    def down(self, layer):
+        """The weights (d, d_ff) of a layer's hidden units on the stream; layers count from 1."""
+        return self.blocks[layer - 1].mlp.down_proj.weight.detach()
+
+    def output_weight(self, layer):
+        """The weight (d, H Dh) of a layer's heads on the stream."""
+        return self.blocks[layer - 1].self_attn.o_proj.weight.detach()
+
+    def calibrated(self, layer, heads: Tensor, k):
+        """The heads' outputs at position k (B, H, 1, Dh) as a layer's calibration scales them."""
+        return self.blocks[layer - 1].self_attn.calibrate(heads, k)  # k is the last of k positions
+
+    @contextlib.contextmanager
+    def hidden_units(self, on_units):
+        """Within this context `on_units(layer, units, 0)` sees, and may replace, a layer's units (B, T, d_ff)."""
+        with contextlib.ExitStack() as stack:
+            for layer, block in enumerate(self.blocks, start=1):
+                hook = lambda module, inputs, layer=layer: on_units(layer, *inputs, 0)
+                stack.enter_context(block.mlp.down_proj.register_forward_pre_hook(hook))
+            yield

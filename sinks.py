@@ -26,7 +26,7 @@ from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
 from measure.rounding import rounded_losses
-from measure.units import alpha_and_loss, by_token, hidden_units, observe, watch, zero_units
+from measure.units import alpha_and_loss, by_token, observe, watch, zero_units
 from model import Transformer
 from sources.checkpoint import check_lengths, chosen_models, save, shortest_context
 from sources.inputs import TextSettings, read_tokens, text_of
@@ -42,25 +42,24 @@ def sink_share(alpha: torch.Tensor) -> torch.Tensor:
 
 def sink_statistics(model: Transformer, tokens: torch.Tensor):
     """A row about the sink at position 1 of sequences (n, T), and alpha_1 (n, L, H)."""
-    positions = (1, 0) if model.config.explicit_sink else (1,)
     alphas, norms, values = [], [], []
 
     def on_state(layer, x):
         if layer > 0:  # 0 is the input
             norms.append(attention.ratio_of_first(x))
 
-    def on_heads(layer, heads, q, k, v):
+    def on_heads(layer, heads, q, k, v, alpha):
         values.append(attention.ratio_of_first(v).mean(1))
 
     for part in attention.batches(tokens):
-        alphas.append(attention.attention_to(model, part, positions, on_heads, on_state))
-    alpha, *constant = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
+        alphas.append(attention.attention_to(model, part, (1, 0), on_heads, on_state))
+    alpha, constant = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
     row = {
         "sink_rate": sink_share(alpha).mean().item(),
         "mean_alpha1": alpha.mean().item(),
         "max_alpha1": alpha.max().item(),
-        "constant_alpha": constant[0].mean().item() if constant else 0.0,  # to an explicit sink
-        "norm_ratio": torch.cat(norms).mean().item(),
+        "constant_alpha": constant.mean().item(),  # to an explicit sink, or a learned one
+        "norm_ratio": torch.cat(norms).mean().item() if norms else None,
         "value_ratio": torch.cat(values).mean().item(),
     }
     return row, alpha
@@ -195,7 +194,7 @@ class Case:
         key = {"kind": self.kind, "sequence_length": tokens.shape[1]}
         prefix = tokens.new_tensor(self.prefix).expand(len(tokens), -1)  # (n, 0) or (n, 1)
         reading = torch.cat((prefix, tokens), dim=1)
-        with hidden_units(self.model, zero_units(self.at_zero)):
+        with self.model.hidden_units(zero_units(self.at_zero)):
             row, largest = effects(self.model, reading, builder, len(self.prefix))
             if self.in_8_bits:
                 row |= rounded_losses(self.model, reading, len(self.prefix))
@@ -244,7 +243,7 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
     lists = defaultdict(list)
     for T in settings.sequence_length:
         tokens, others = measured_and_others(settings, spec, T)
-        transplanted = attention.with_constants(model, *attention.constants_at(model, others))
+        transplanted = attention.with_constants(model, attention.constants_at(model, others))
         if settings.save and T == settings.sequence_length[0]:
             tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None
             save(Path(settings.save), transplanted, tokenizer=tokenizer)

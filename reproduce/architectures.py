@@ -192,7 +192,8 @@ def unit_error(lens, tokens, layer):
         values[..., there] = 0
         return values
 
-    ablated = lens.unembed(lens.hidden(tokens, on_units=on_units))
+    with lens.hidden_units(on_units):
+        ablated = lens.unembed(lens.hidden(tokens))
     changed = []
     for bank in lens.banks[layer]:
         unit = bank.count // 2

@@ -20,7 +20,7 @@ from lib.results import interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure.attention import attention_to, constants_at, disparity, uniform_alpha, with_constants
-from measure.units import alpha_and_loss, hidden_units, names_of, observe, ranked, watch, zero_units
+from measure.units import alpha_and_loss, names_of, observe, ranked, watch, zero_units
 from sinks import EPSILON, Case, Settings, TransplantSettings, measure_models, sink_share, sink_statistics
 from sources.inputs import read_tokens
 
@@ -94,13 +94,13 @@ def replace_heads(model, k, changed, kind, factor):
     mu + factor (o_k - mu), where mu is the mean of o_k over sequences; with `scale` it becomes factor o_k.
     """
 
-    def on_heads(layer, heads, q, key, v):
+    def on_heads(layer, heads, q, key, v, alpha):
         if changed not in ("all", layer):
             return None
         o_k = heads[:, :, k - 1 : k]  # (B, H, 1, Dh)
         if kind == "self_mask":
             own = v[:, :, k - 1 : k].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
-            o_k = model.model.layers[layer - 1].self_attn.calibrate(own, k)  # k is the last of k positions
+            o_k = model.calibrated(layer, own, k)
         elif kind == "amplify":
             mean = o_k.mean(0, keepdim=True)
             o_k = mean + factor * (o_k - mean)
@@ -137,16 +137,16 @@ def every_silence(settings: SilenceSettings, spec, model):
         if layer == activity.layer:
             states.append(x[:, 0].float().cpu())
 
-    def hold(layer, values):
+    def hold(layer, values, first):
         values = values.clone()  # (B, T, d_ff)
         for its_layer, unit in builders:
-            if its_layer == layer:
-                values[:, 0, unit] = activity.at_1[layer - 1, unit]
+            if its_layer == layer and 0 <= unit - first < values.shape[-1]:
+                values[:, 0, unit - first] = activity.at_1[layer][unit]
         return values
 
     for kind, units in progress(sets, desc="silence", unit=" sets", leave=False):
         states.clear()
-        with hidden_units(model, hold if kind == "constant" else zero_units(units)):
+        with model.hidden_units(hold if kind == "constant" else zero_units(units)):
             alpha, _, losses = alpha_and_loss(model, tokens, on_state)
         state = torch.cat(states)  # (n, d)
         left = state[:, dimension].mean() / activity.state[activity.layer, dimension]
@@ -166,13 +166,14 @@ def sets_of_units(settings: SilenceSettings, activity, units):
     """
     count = len(units)
     sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
-    norms = torch.stack([down.float().norm(dim=0).cpu() for down in activity.down])  # of the down columns
-    elsewhere = ranked(activity.elsewhere * norms, 2 * count)
+    writes = {}  # how much each unit writes elsewhere
+    for layer, sizes_elsewhere in activity.elsewhere.items():
+        writes[layer] = sizes_elsewhere * activity.model.down(layer).float().norm(dim=0).cpu()
+    elsewhere = ranked(writes, 2 * count)
     generator = keyed_generator("silence", settings.input_seed)
-    d_ff = activity.at_1.shape[1]
     drawn = []
     for layer, _ in units:
-        others = [(layer, unit) for unit in range(d_ff) if (layer, unit) not in units + drawn]
+        others = [(layer, unit) for unit in range(len(writes[layer])) if (layer, unit) not in units + drawn]
         if others:
             drawn.append(others[generator.integers(len(others))])
     sets = [("first", units[:size]) for size in sizes] + [("alone", [unit]) for unit in units[1:4]]
@@ -241,26 +242,32 @@ def cases_and_controls(seed, model, transplanted, activity, others):
     if set(builders) != set(activity.selective()):
         cases.append(Case("builders of 99 % at zero", model, builders))
 
-    def add(kind, keys, values, layers=None):
-        cases.append(Case(kind, with_constants(model, keys, values, layers)))
+    def add(kind, constants, layers=None):
+        cases.append(Case(kind, with_constants(model, constants, layers)))
 
-    keys, values = constants_at(model, others)  # (L, G, Dh) each
+    constants = constants_at(model, others)  # by layer: (G, Dh) each
     jump = (activity.jumps() or [activity.layer])[0]
-    add("transplanted, layer 1", keys, values, [1])
-    add(f"transplanted, layers 1 to {jump}", keys, values, range(1, jump + 1))
-    add(f"transplanted, from layer {jump + 1}", keys, values, range(jump + 1, len(keys) + 1))
-    add("constants of position 2", *constants_at(model, others, position=2))
-    if keys.shape[1] > 1:
-        add("constants of other heads", keys.roll(1, 1), values.roll(1, 1))
-    generator = keyed_generator("transplant", seed)
-    add("drawn constants", drawn_like(keys, generator), drawn_like(values, generator))
+    add("transplanted, layer 1", constants, [1])
+    add(f"transplanted, layers 1 to {jump}", constants, range(1, jump + 1))
+    add(f"transplanted, from layer {jump + 1}", constants, range(jump + 1, model.config.num_layers + 1))
+    add("constants of position 2", constants_at(model, others, position=2))
+    if max(len(key) for key, _ in constants.values()) > 1:
+        rolled = {layer: (key.roll(1, 0), value.roll(1, 0)) for layer, (key, value) in constants.items()}
+        add("constants of other heads", rolled)
+    add("drawn constants", drawn_like(constants, keyed_generator("transplant", seed)))
     return cases
 
 
-def drawn_like(vectors, generator):
-    """Random vectors, (L, G, Dh), each as long as the one in its place."""
-    drawn = torch.from_numpy(generator.standard_normal(vectors.shape, np.float32))
-    return drawn / drawn.norm(dim=-1, keepdim=True) * vectors.norm(dim=-1, keepdim=True)
+def drawn_like(constants, generator):
+    """Random constants, each vector (G, Dh) as long as the one in its place: the keys first."""
+    drawn = []
+    for vectors in zip(*constants.values()):
+        for vector in vectors:
+            noise = torch.from_numpy(generator.standard_normal(vector.shape, np.float32))
+            length = vector.float().norm(dim=-1, keepdim=True)
+            drawn.append(noise / noise.norm(dim=-1, keepdim=True) * length)
+    count = len(constants)
+    return dict(zip(constants, zip(drawn[:count], drawn[count:])))
 
 
 COMMANDS = {

@@ -227,19 +227,19 @@ def born(run):
 def links_of(model, tokens, sink, builders):
     """What a step's model has of the later sink: a number for each of LINKS, and for builders elsewhere."""
     activity = observe(model, tokens, with_chain=True)
-    links = activity.chain.links()  # (L, T) each
     layer = sink["layer"]
     layers, units = np.array(builders).T  # layers from 1
     sink_layers, heads = np.array(sink["heads"]).T
+    alignments = [activity.chain.links(one)["key_alignment"][1:] for one in np.unique(sink_layers)]
     found, alpha = sinks.sink_statistics(model, tokens)  # alpha (n, L, H)
     return {
-        "builders": activity.at_1[layers - 1, units].abs().mean().item(),
-        "builders_elsewhere": activity.elsewhere[layers - 1, units].mean().item(),
+        "builders": stacked(activity.at_1)[layers - 1, units].abs().mean().item(),
+        "builders_elsewhere": stacked(activity.elsewhere)[layers - 1, units].mean().item(),
         "dimension": activity.state[layer, sink["dimension"]].abs().item(),
         "disparity": activity.disparity[layer].item(),
         "norm_ratio": found["norm_ratio"],
         "value_ratio": found["value_ratio"],
-        "key_alignment": links["key_alignment"][np.unique(sink_layers) - 1, 1:].mean().item(),
+        "key_alignment": torch.stack(alignments).mean().item(),
         "alpha1": alpha[:, sink_layers - 1, heads].mean().item(),
         "sink_rate": found["sink_rate"],
     }
@@ -251,8 +251,9 @@ def specials(newborn, tokens, sink, builders):
     `p` is that of the builders' mean percentile, of both, against as many random units of the same layers.
     """
     activity = observe(newborn, tokens)
-    activation = percentiles(activity.at_1.abs() - activity.elsewhere)  # (L, d_ff)
-    weight = percentiles(torch.stack([down[sink["dimension"]].abs() for down in activity.down]))
+    activation = percentiles(stacked(activity.at_1).abs() - stacked(activity.elsewhere))  # (L, d_ff)
+    down = [newborn.down(layer)[sink["dimension"]].abs() for layer in activity.at_1]
+    weight = percentiles(torch.stack(down))
     both = activation + weight
     layers, units = np.array(builders).T
     found = both[layers - 1, units].mean()
@@ -265,6 +266,10 @@ def specials(newborn, tokens, sink, builders):
         row = {"layer": layer, "unit": unit, "percentile_activation": activation[layer - 1, unit]}
         rows.append(row | {"percentile_weight": weight[layer - 1, unit], "p": p})
     return rows
+
+
+def stacked(by_layer):
+    return torch.stack(list(by_layer.values()))
 
 
 def percentiles(scores):

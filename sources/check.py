@@ -21,9 +21,14 @@ def check(lens: Lens, T=16) -> None:
         raise UserError("its logits do not follow from its final states")
     check_order(lens, tokens)
     if "units" not in lens.lacks:
-        copied = lens.hidden(tokens, on_units=lambda layer, units, first: units.clone())
+        with lens.hidden_units(lambda layer, units, first: units.clone()):
+            copied = lens.hidden(tokens)
         if differ(lens, lens.unembed(copied), truth.logits):
             lens.lacks["units"] = "with its units put back it is another model"
+        elif "states" not in lens.lacks:
+            lens.normed_layers = [
+                layer for layer in lens.banks if not adds_plainly(lens, layer, tokens[:, :1])
+            ]
     try:
         check_constants(lens, tokens, truth.logits)
     except RuntimeError as error:
@@ -63,6 +68,26 @@ def check_attention(lens, tokens, weights) -> None:
             raise UserError(f"the attention of layer {layer} is not what it returns")
         if (1 - theirs.sum(3, dtype=torch.float32)).max() > tolerance:
             lens.has_learned_sink = True
+
+
+def adds_plainly(lens, layer, tokens):
+    """Does a layer's stream lose just its units times their down weights, if these are at zero?"""
+    units, states = {}, []
+
+    def silence(at, values, first):
+        if at == layer:
+            units[first] = values[:, 0]
+            return torch.zeros_like(values)
+
+    def on_state(at, x):
+        if at == layer:
+            states.append(x[:, 0])
+
+    lens.hidden(tokens, on_state=on_state)
+    with lens.hidden_units(silence):
+        lens.hidden(tokens, on_state=on_state)
+    written = torch.cat([units[first] for first in sorted(units)], dim=1) @ lens.down(layer).t()
+    return (states[0] - states[1] - written).abs().max() <= 0.01 * written.abs().max()
 
 
 def check_order(lens, tokens) -> None:

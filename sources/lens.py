@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers.integrations.moe import ExpertsInterface
 from transformers.modeling_utils import AttentionInterface
 
-from sources.parts import find_blocks, find_units, is_linear
+from sources.parts import down_of, find_blocks, find_units, is_linear
 
 QUERIES = 256  # whose weights are in memory at a time
 POSITIONS = 512  # whose logits are
@@ -65,8 +65,10 @@ class Lens:
         self.hides_constants = False  # from all queries
         self.has_learned_sink = False
         self.lacks = {}
+        self.normed_layers = []  # whose units do not write to the stream as they are: a norm follows, or a gain
         self.attending = []  # layers
         self.banks = {}  # by layer: the sources.parts.Banks of its hidden units
+        self.unit_watchers = []
         self.outputs = {}  # by layer: the linear map that its heads enter
         self.config = shape_of(model.config)
         tokens = self.probe_tokens()
@@ -75,6 +77,14 @@ class Lens:
             self.final_kind = type(final)
             self.config.d_model = final.last_hidden_state.shape[-1]
             find_units(self, tokens)
+
+    @property
+    def linears(self):
+        """The linear maps of the blocks; none if some are of another kind, as stacked experts."""
+        modules = [module for block in self.blocks for module in block.modules()]
+        if any(weight.ndim > 2 for block in self.blocks for weight in block.parameters()):
+            return []
+        return [module for module in modules if is_linear(module)]
 
     @property
     def device(self):
@@ -86,14 +96,15 @@ class Lens:
         return torch.randint(self.config.vocab_size, (2, T), generator=generator).to(self.device)
 
     @torch.no_grad()
-    def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None, on_units=None) -> Tensor:
+    def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None) -> Tensor:
         """Final states, (B, T, d), of tokens (B, T) or of embeddings (B, T, d), as `Transformer.hidden`."""
         if inputs.shape[1] > self.config.context_length:
             raise ValueError(
                 f"{inputs.shape[1]} positions exceed the context of {self.config.context_length}"
             )
         name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
-        with Pass(self, inputs.shape[:2], on_state, on_heads, on_units).watching():
+        on_state = None if "states" in self.lacks else on_state
+        with Pass(self, inputs.shape[:2], on_state, on_heads).watching():
             states = self.trunk(**{name: inputs}, use_cache=False, return_dict=True).last_hidden_state
         return states[:, -1] if last_only else states
 
@@ -119,6 +130,31 @@ class Lens:
             total += losses.sum(dtype=torch.float64).cpu()
         return total
 
+    def calibrated(self, layer, heads, k):
+        return heads
+
+    @contextlib.contextmanager
+    def hidden_units(self, on_units):
+        """Within this context `on_units(layer, units, first)` sees, and may replace, units (B, T, F) of a layer.
+
+        A layer's units may come in several calls: `first` is the number of the first of them in the layer.
+        """
+        self.unit_watchers.append(on_units)
+        try:
+            yield
+        finally:
+            self.unit_watchers.remove(on_units)
+
+    def down(self, layer):
+        """The weights (d, F) of a layer's hidden units on the stream; None without such units."""
+        downs = [bank.down for bank in self.banks.get(layer, ())]
+        downs = [down.flatten(0, 1).t() if down.ndim == 3 else down for down in downs]
+        return torch.cat(downs, dim=1).detach() if downs else None
+
+    def output_weight(self, layer):
+        """The weight (d, H D) of a layer's heads on the stream; None where no plain map follows them."""
+        return down_of(self.outputs[layer]).detach() if layer in self.outputs else None
+
     def with_constants(self, constants, are_hidden=False) -> "Lens":
         """The same model with a key and a value, (G, D) each, in front of position 1 in some layers."""
         other = copy.copy(self)
@@ -130,12 +166,11 @@ class Lens:
 class Pass:
     """One pass through a model: which layer is at work, and who sees what of it."""
 
-    def __init__(self, lens, shape, on_state, on_heads, on_units):
+    def __init__(self, lens, shape, on_state, on_heads):
         self.lens = lens
         self.shape = shape  # (B, T)
         self.on_state = on_state
         self.on_heads = on_heads
-        self.on_units = on_units
         self.layer = 0  # in front of the first block
         self.is_inside = False  # of a block
 
@@ -146,7 +181,7 @@ class Pass:
             for block in self.lens.blocks:
                 stack.enter_context(block.register_forward_pre_hook(self.enter, with_kwargs=True))
                 stack.enter_context(block.register_forward_hook(self.leave))
-            if self.on_units is not None:
+            if self.lens.unit_watchers:
                 modules = {bank.module for banks in self.lens.banks.values() for bank in banks}
                 for module in filter(is_linear, modules):
                     stack.enter_context(module.register_forward_pre_hook(self.see_units))
@@ -199,9 +234,11 @@ class Pass:
         return next((bank for bank in banks if bank.module is module), None)
 
     def replaced(self, bank, units):
-        """A bank's units, (B T, F) or (B, T, F), or what `on_units` makes of them."""
-        changed = self.on_units(self.layer, units.reshape(*self.shape, -1), bank.first)
-        return units if changed is None else changed.reshape(units.shape)
+        """A bank's units, (B T, F) or (B, T, F), or what those who watch make of them."""
+        for on_units in self.lens.unit_watchers:
+            changed = on_units(self.layer, units.reshape(*self.shape, -1), bank.first)
+            units = units if changed is None else changed.reshape(units.shape)
+        return units
 
     def see_units(self, module, inputs):
         bank = self.bank_of(module)

@@ -99,7 +99,7 @@ def test_calibration_by_its_formula(calibration):
     with torch.no_grad():
         model.hidden(TOKENS, on_heads=lambda layer, *tensors: seen.append(tensors))
     position = torch.arange(1, 61)[:, None]
-    for block, (heads, q, k, v) in zip(model.model.layers, seen, strict=True):
+    for block, (heads, q, k, v, _) in zip(model.model.layers, seen, strict=True):
         expected = softmax_attention(q, k, v)  # (2, H, 60, Dh)
         if calibration == "amplify":
             expected = expected * position.sqrt()
