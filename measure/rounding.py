@@ -2,8 +2,6 @@
 
 import contextlib
 
-import torch
-
 from measure.units import alpha_and_loss
 
 

@@ -44,8 +44,8 @@ class Activity:
 
     The sink's dimension after a layer is that of the stream's largest |number| at position 1. A unit's
     contribution is its activation times its down weight to that dimension, times the sign there. Where a norm
-    follows, what it makes of the sum is shared out like this. *Builders* contribute most, *removers* take most
-    away (ours).
+    follows, what it makes of the sum is shared out like this. *Builders* contribute most, *removers* take
+    most away (ours).
     """
 
     model: object
@@ -71,7 +71,7 @@ class Activity:
         return self.state[layer].abs().argmax().item()
 
     def contributions(self, layer, last=None):
-        """What each unit contributes, by layer (d_ff,), to the sink's dimension after a layer; up to `last`."""
+        """What each unit contributes, by layer (d_ff,), to the sink's dimension after a layer."""
         dimension = self.dimension(layer)
         sign = self.state[layer, dimension].sign()
         added = {}

@@ -65,7 +65,7 @@ class Lens:
         self.hides_constants = False  # from all queries
         self.has_learned_sink = False
         self.lacks = {}
-        self.normed_layers = []  # whose units do not write to the stream as they are: a norm follows, or a gain
+        self.normed_layers = []  # whose units do not write to the stream as they are
         self.attending = []  # layers
         self.banks = {}  # by layer: the sources.parts.Banks of its hidden units
         self.unit_watchers = []
@@ -135,7 +135,7 @@ class Lens:
 
     @contextlib.contextmanager
     def hidden_units(self, on_units):
-        """Within this context `on_units(layer, units, first)` sees, and may replace, units (B, T, F) of a layer.
+        """Within this context `on_units(layer, units, first)` sees, and may replace, units (B, T, F).
 
         A layer's units may come in several calls: `first` is the number of the first of them in the layer.
         """
