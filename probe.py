@@ -116,7 +116,7 @@ def count_predictions(model, T, num_sequences, input_seed=0, of_vectors=False) -
 
     With `of_vectors`, Gaussian vectors replace the embedded tokens, and all layers get cosines (BB 4.1).
     """
-    device = model.head_weight.device
+    device = model.device
     counts = Counts(model.config, device, with_layers=of_vectors)
     batch_size = default_batch_size(device, T)
     # Each rank takes consecutive batches: with two ranks and five batches, rank 1 takes the last three.

@@ -22,7 +22,7 @@ from lib.settings import Command, UserError, at_least, run_script
 from measure.attention import attention_to, constants_at, disparity, uniform_alpha, with_constants
 from measure.units import alpha_and_loss, names_of, observe, ranked, watch, zero_units
 from sinks import EPSILON, Case, Settings, TransplantSettings, measure_models, sink_share, sink_statistics
-from sources.inputs import read_tokens
+from sources.inputs import bos_of, read_tokens
 
 ACTIVE = 0.1  # `intervene`: a builder wakes at this share of its mean at position 1 (ours)
 FIRST_TOKENS = 24  # `first` tries so many
@@ -131,6 +131,7 @@ def every_silence(settings: SilenceSettings, spec, model):
     count = settings.num_builders or min(64, activity.num_needed(activity.layer, share=0.99))
     builders = activity.builders(activity.layer, count)
     sets = sets_of_units(settings, activity, builders)
+    num_bos = 0 if bos_of(settings, spec) is None else 1
     rows, states = [], []
 
     def on_state(layer, x):
@@ -147,7 +148,7 @@ def every_silence(settings: SilenceSettings, spec, model):
     for kind, units in progress(sets, desc="silence", unit=" sets", leave=False):
         states.clear()
         with model.hidden_units(hold if kind == "constant" else zero_units(units)):
-            alpha, _, losses = alpha_and_loss(model, tokens, on_state)
+            alpha, _, losses = alpha_and_loss(model, tokens, on_state, num_bos)
         state = torch.cat(states)  # (n, d)
         left = state[:, dimension].mean() / activity.state[activity.layer, dimension]
         row = {"kind": kind, "num_silenced": len(units), "units": names_of(units)}

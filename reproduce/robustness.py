@@ -80,12 +80,12 @@ def relatives(spec, settings: Settings):
     reading = TextSettings(text=settings.text, num_sequences=settings.steps, device="cpu")
     tokens = read_tokens(reading, spec, 128)
     yield "itself", "child", source
-    child = trained(spec.load(), tokens[:20], 5e-4)
+    child = trained(spec.load_own(), tokens[:20], 5e-4)
     yield "trained", "child", child
     yield "trained, disguised", "child", disguised(child)
     turns = [-1, settings.steps / 10, settings.steps]
     rates = np.interp(np.arange(settings.steps), turns, [0, 3e-3, 0])  # ten times what fine-tuning takes
-    yield "trained hard", "child, trained hard", trained(spec.load(), tokens, rates)
+    yield "trained hard", "child, trained hard", trained(spec.load_own(), tokens, rates)
     child = disguised(source)
     yield "disguised", "child", child
     yield "disguised, noise of 0.3 std", "child", noised(child, 0.3)
@@ -106,7 +106,7 @@ def relatives(spec, settings: Settings):
     yield "the same, trained", "newborn", trained(model, tokens[: settings.steps // 2], 5e-4)
     small = replace(config, num_layers=6, d_model=192, num_heads=3, num_kv_heads=3, head_dim=64, d_ff=512)
     student = newborn(small, STRANGER_SEED)
-    yield "distilled from its outputs", "distilled", trained(student, tokens, 1e-3, spec.load())
+    yield "distilled from its outputs", "distilled", trained(student, tokens, 1e-3, spec.load_own())
 
 
 def of_matrices(source, change):

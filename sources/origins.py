@@ -17,7 +17,7 @@ def chosen(settings):
         origin = config = model_config(settings)
     else:
         origin = checkpoint.parse_spec(settings.init_from)
-        config = origin.config
+        config = origin.own_config
         for name in ("attn_calibration", "explicit_sink"):
             wish, has = getattr(settings, name), getattr(config, name)
             if wish not in ("none", False, has):
@@ -47,7 +47,7 @@ def load_model(settings, run, origin, tokens):
         return model, state.step
     if settings.init_from:
         check_tokenizer(origin, tokens)
-        model = origin.load()
+        model = origin.load_own()
     else:
         config = replace(origin, vocab_size=tokens.vocab_size)
         model = newborn(config, settings.seed, settings.embedding_seed, settings.init)

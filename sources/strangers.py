@@ -43,7 +43,7 @@ from sources.formats import (
     packed_error,
     raw_config,
 )
-from sources.lens import Lens
+from sources.lens import Lens, shape_of
 
 CONVERTED = ROOT / "models" / "converted"
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
@@ -91,6 +91,11 @@ def stranger_config(place):
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise UserError(f"{place}: a model of type {kind!r} is no causal language model")
     return config
+
+
+def shape_at(place):
+    """The Shape of a checkpoint folder's model, without its weights."""
+    return shape_of(stranger_config(place))
 
 
 def open_lens(place, device="cpu", dtype=torch.float32):

@@ -21,8 +21,7 @@ from tokenizers import decoders, models, normalizers
 
 from lib.files import LARGEST_TOKENIZER, read_bytes, read_json
 from lib.settings import UserError
-from sources import gguf_tokenizers
-from sources.formats import as_user_error, is_gguf, open_gguf
+from sources.formats import as_user_error, is_gguf
 from sources.gguf import smollm2
 
 PROBE = " Tell  two\n\tkinds (12 + 3) apart: é ﬁ 日本 👩.\r\n\n"  # other kinds of tokenizers cut it otherwise
@@ -43,6 +42,7 @@ class Tokenizer:
     content: bytes  # of the file
     piece: Callable | None = None  # token number -> what it says, where decoding one alone loses its blank
     for_transformers: Callable = lambda: None  # -> content of a tokenizer.json; None if it has none
+    adds_bos: bool = False  # does it put BOS in front of a text, by its own rule?
 
     def text(self, token):
         """What a token says; "" for one that the tokenizer has not."""
@@ -88,11 +88,15 @@ def load_tokenizer(name, texts=()):
         expected = "bpe:N, a .model, tokenizer.json or .gguf file, smollm2, tiktoken:gpt2 or bytes"
         raise UserError(f"no tokenizer '{name}': expected {expected}")
     if is_gguf(path):
-        return gguf_tokenizer(path)
+        from sources import strangers  # not before it is needed: transformers takes seconds
+
+        path = strangers.converted(path) / "tokenizer.json"
+        if not isfile(path):
+            raise UserError(f"{name}: its kind of tokenizer is not known here; give another by --tokenizer")
     content = read_bytes(path, LARGEST_TOKENIZER)
     if path.suffix == ".json":
         return json_tokenizer(path, content, *special_tokens_beside(path))
-    return sentencepiece_tokenizer(name, content)
+    return sentencepiece_tokenizer(name, content, config_beside(Path(name)).get("add_bos_token", True))
 
 
 def bytes_tokenizer():
@@ -119,7 +123,7 @@ def tiktoken_tokenizer(name):
     return Tokenizer(coder.n_vocab, eot, eot, encode, coder.decode, "tokenizer.txt", name.encode())
 
 
-def json_tokenizer(path, content, bos=None, eos=None):
+def json_tokenizer(path, content, bos=None, eos=None, adds_bos=None):
     """The tokenizer of a tokenizer.json's bytes; `bos` and `eos` are text, or None: as it says itself."""
     with as_user_error(path):
         coder = tokenizers.Tokenizer.from_buffer(content)
@@ -129,7 +133,9 @@ def json_tokenizer(path, content, bos=None, eos=None):
         encoding = coder.encode("a")
         vocab_size = 1 + max(coder.get_vocab().values())
         special = {token.content for token in coder.get_added_tokens_decoder().values() if token.special}
-    if bos is None and encoding.special_tokens_mask[:1] == [1]:
+    begins = encoding.special_tokens_mask[:1] == [1]
+    adds_bos = begins if adds_bos is None else adds_bos
+    if bos is None and begins:
         bos = encoding.tokens[0]
     if eos is None:
         eos = next((token for token in ENDS if token in special), None)
@@ -141,29 +147,25 @@ def json_tokenizer(path, content, bos=None, eos=None):
     bos, eos = (None if token is None else coder.token_to_id(token) for token in (bos, eos))
     bos = eos if bos is None else bos
     decode = functools.partial(coder.decode, skip_special_tokens=False)
-    return Tokenizer(vocab_size, bos, eos, encode, decode, "tokenizer.json", content, None, lambda: content)
+    file = "tokenizer.json"
+    return Tokenizer(vocab_size, bos, eos, encode, decode, file, content, None, lambda: content, adds_bos)
+
+
+def config_beside(path):
+    """What tokenizer_config.json beside a tokenizer's file says."""
+    config = path.with_name("tokenizer_config.json")
+    return read_json(config) if config.exists() else {}
 
 
 def special_tokens_beside(path):
-    """BOS and EOS, as text, by tokenizer_config.json beside a tokenizer.json; None if it does not say."""
-    config = path.with_name("tokenizer_config.json")
-    values = read_json(config) if config.exists() else {}
+    """BOS and EOS, as text, and whether BOS is added, by tokenizer_config.json; None if it does not say."""
+    values = config_beside(path)
     tokens = [values.get("bos_token"), values.get("eos_token")]
-    return [token["content"] if isinstance(token, dict) else token for token in tokens]
+    tokens = [token["content"] if isinstance(token, dict) else token for token in tokens]
+    return *tokens, values.get("add_bos_token")
 
 
-def gguf_tokenizer(path):
-    """The tokenizer of a .gguf file; UserError for a kind that is not known here."""
-    values = open_gguf(path).values
-    if not gguf_tokenizers.is_known(values):
-        raise UserError(f"{path}: its kind of tokenizer is not known here; give another by --tokenizer")
-    with as_user_error(path):
-        if values["tokenizer.ggml.model"] == "llama":
-            return sentencepiece_tokenizer(path, gguf_tokenizers.sentencepiece_model(values))
-        return json_tokenizer(path, *gguf_tokenizers.byte_level_tokenizer(values))
-
-
-def sentencepiece_tokenizer(name, model):
+def sentencepiece_tokenizer(name, model, adds_bos=False):
     """The tokenizer of a SentencePiece file's bytes."""
     with as_user_error(name):
         coder = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -178,6 +180,7 @@ def sentencepiece_tokenizer(name, model):
         content=model,
         piece=coder.id_to_piece,
         for_transformers=functools.cache(lambda: tokenizer_json(coder)),
+        adds_bos=adds_bos,
     )
 
 
