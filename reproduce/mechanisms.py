@@ -245,7 +245,7 @@ def aggregated_std(config, T, scheme):
     d = config.d_model
     i = torch.arange(1, T + 1, dtype=torch.float64)
     value_variance = d * STD**2 * STD**2 / (STD**2 + config.norm_epsilon)  # also that of queries and keys
-    t = 1.0 if config.qk_norm else value_variance  # q k^T / sqrt(Dh) has the std of q times that of k
+    t = value_variance  # q k^T / sqrt(Dh) has the std of q times that of k
     angle = torch.outer(i - 1, rope_frequencies(config).double())  # (T, Dh/2)
     kept = (angle.cos().cumsum(0).square() + angle.sin().cumsum(0).square()).mean(1) / i.square()
     concentration = attention_concentration(T, t) + (1 - 1 / i) * (t**2 * kept / d)

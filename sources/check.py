@@ -3,13 +3,12 @@
 import torch
 
 from lib.settings import UserError
-from sources.lens import Lens
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # of a share, and of the largest number
 
 
 @torch.no_grad()
-def check(lens: Lens, T=16) -> None:
+def check(lens, T=16) -> None:
     """UserError unless attention and logits are seen as they are; `lens.lacks` has what else is not."""
     tokens = lens.probe_tokens(T)
     truth = lens.model(input_ids=tokens, use_cache=False, output_attentions=True, return_dict=True)

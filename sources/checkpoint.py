@@ -144,16 +144,16 @@ def parse_spec(text, scheme="gpt2"):
         return Spec(text, None, preset, int(seed), int(embedding_seed or seed), scheme)
     found = ON_HUB.fullmatch(text)
     first = text.split("/")[0]
-    own_names = [*PRESETS, "smollm2"]
-    is_close = "/" not in text and difflib.get_close_matches(text.split("@")[0], own_names, 1, 0.8)
-    if found and not is_close and first not in FOLDERS and not isdir(first):  # such a path stays here
+    is_path = first in FOLDERS or isdir(first)  # and stays here
+    meant = [] if "/" in text else difflib.get_close_matches(text, [*PRESETS, "smollm2"], 1, 0.8)
+    if found and not meant and not is_path:
         from sources import hub  # not before it is needed: its library takes a while
 
         folder = hub.fetch(*found.groups())
         HUB_COMMITS[text] = formats.folder_of(folder).name
         return Spec(text, folder)
-    if is_close:
-        raise UserError(f"no model {text!r}: did you mean {is_close[0]}?")
+    if meant and text not in meant:
+        raise UserError(f"no model {text!r}: did you mean {meant[0]}?")
     presets = ", ".join(f"{preset}@SEED" for preset in PRESETS)
     expected = "a checkpoint folder, a .gguf file, ORG/NAME on the Hub, smollm2, or a newborn"
     raise UserError(f"no model {text!r}: expected {expected}: {presets}")

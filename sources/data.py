@@ -40,7 +40,7 @@ from lib.files import atomic_folder, check_regular, read_json
 from lib.random import keyed_generator
 from lib.runtime import progress, wait_for_all
 from lib.settings import Command, UserError, from_values, is_first_process, run_script
-from sources.tokenizers import load_tokenizer
+from sources.tokenizers import converted_tokenizer, load_tokenizer
 
 PAGE = 2**16  # characters: a longer document is read in pieces, cut at line ends
 WINDOW = 2**10  # tokens: of long documents, windows of up to twice as many are held out
@@ -204,6 +204,9 @@ def prepare(settings: Settings):
     passed_over = [file for file in files if file.suffix.lower() not in TEXT]
     if passed_over:
         print(f"passed over, as no text: {len(passed_over):,} files, as {passed_over[0]}")
+    file = converted_tokenizer(settings.tokenizer)
+    if file is not None:
+        raise UserError(f"--tokenizer {settings.tokenizer}: name what it was converted to, {file}")
     tokenizer = load_tokenizer(settings.tokenizer, (text for text, _ in pieces(settings.source)))
     if tokenizer.bos is None:
         print(f"{settings.tokenizer} has neither BOS nor EOS: nothing separates documents")

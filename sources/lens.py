@@ -49,7 +49,8 @@ class Shape:
 def shape_of(config):
     """The Shape that a configuration of `transformers` tells."""
     text = config.get_text_config(decoder=True)
-    return Shape(text.vocab_size, getattr(text, "max_position_embeddings", None) or UNKNOWN_CONTEXT)
+    context = getattr(text, "max_position_embeddings", None) or UNKNOWN_CONTEXT
+    return Shape(text.vocab_size, context, getattr(text, "hidden_size", 0))
 
 
 class Lens:

@@ -20,7 +20,7 @@ os.environ.setdefault("USE_HUB_KERNELS", "NO")  # which models may ask for in th
 import numpy as np
 import torch
 import transformers
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig
 from transformers.integrations.gguf.gguf_tokenizer_mapping import (
     GGUF_PRE_TOKENIZER_SPLITS,
@@ -36,6 +36,7 @@ from lib.settings import UserError, is_first_process
 from sources.check import check
 from sources.formats import (
     NO_PARAMETER,
+    TOKEN_TABLE,
     as_user_error,
     contents,
     folder_of,
@@ -51,6 +52,7 @@ LARGE = 2**30  # bytes of weights whose size is told
 DROPPED = ("quantization_config", "fusion_config", "distributed_config", "auto_map", "transformers_weights")
 FOLLOWED = re.compile(r"rope|attention|softcap|scale|expert|logit")  # keys of a header that change numbers
 NEUTRAL = ("0", "0.0", "1.0", "none", "True")
+KINDS = ("gpt2", "llama", "gemma4")  # of tokenizers
 GPT2_RULES = ("default", "gpt-2", "smollm")
 GEMMAS = {
     "gemma2": 46,
@@ -218,6 +220,8 @@ def follow_header(path, header, config) -> None:
     factors = [tensor for tensor in header.tensors if "rope_f" in tensor]
     if factors:
         raise UserError(f"{path}: its factors of RoPE, {factors[0]}, are not followed: take safetensors")
+    if TOKEN_TABLE in header.tensors:  # a header need not say
+        config.vocab_size = header.tensors[TOKEN_TABLE].shape[0]
     if name in GEMMAS:
         is_largest = said["block_count"] == GEMMAS[name]
         width = said["embedding_length"] // said["attention.head_count"]
@@ -245,7 +249,7 @@ def follow_header(path, header, config) -> None:
 def write_tokenizer(path, values, folder) -> None:
     """Write a .gguf file's tokenizer; nothing if how it cuts a text is not known."""
     kind, rule = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre", "default")
-    if kind == "gpt2" and rule not in {*GGUF_PRE_TOKENIZER_SPLITS, *GPT2_RULES}:
+    if kind not in KINDS or (kind == "gpt2" and rule not in {*GGUF_PRE_TOKENIZER_SPLITS, *GPT2_RULES}):
         return
     architecture, parts, named = get_gguf_tokenizer(str(path))
     coder, _ = convert_gguf_tokenizer(architecture, parts)
@@ -256,7 +260,12 @@ def write_tokenizer(path, values, folder) -> None:
         )
     elif rule == "llama-bpe":
         coder.model.ignore_merges = True  # a word that is a token is taken whole
-    coder.save(str(folder / "tokenizer.json"))
+    elif rule == "qwen2":
+        coder.normalizer = normalizers.NFC()
+    content = json.loads(coder.to_str())
+    count = len(values["tokenizer.ggml.tokens"])
+    content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < count]
+    (folder / "tokenizer.json").write_text(json.dumps(content))
     adds_bos = values.get("tokenizer.ggml.add_bos_token", kind == "llama" or rule == "llama-bpe")
     config = {
         "bos_token": named["bos_token"],

@@ -83,20 +83,24 @@ def load_tokenizer(name, texts=()):
         return tiktoken_tokenizer(name)
     if name.startswith("bpe:"):
         return sentencepiece_tokenizer(name, train_bpe(name, texts))
-    path = smollm2() if name == "smollm2" else Path(name)
+    path = converted_tokenizer(name) or Path(name)
     if not isfile(path):
-        expected = "bpe:N, a .model, tokenizer.json or .gguf file, smollm2, tiktoken:gpt2 or bytes"
-        raise UserError(f"no tokenizer '{name}': expected {expected}")
-    if is_gguf(path):
-        from sources import strangers  # not before it is needed: transformers takes seconds
-
-        path = strangers.converted(path) / "tokenizer.json"
-        if not isfile(path):
-            raise UserError(f"{name}: its kind of tokenizer is not known here; give another by --tokenizer")
+        expected = "bpe:N, a .model or tokenizer.json, one in a .gguf, smollm2, tiktoken:gpt2 or bytes"
+        raise UserError(f"no tokenizer '{name}' that is known here: expected {expected}")
     content = read_bytes(path, LARGEST_TOKENIZER)
     if path.suffix == ".json":
         return json_tokenizer(path, content, *special_tokens_beside(path))
     return sentencepiece_tokenizer(name, content, config_beside(Path(name)).get("add_bos_token", True))
+
+
+def converted_tokenizer(name):
+    """The tokenizer.json that a .gguf file, or smollm2, was converted to; None for another name."""
+    path = smollm2() if name == "smollm2" else Path(name)
+    if not is_gguf(path):
+        return None
+    from sources import strangers  # not before it is needed: transformers takes seconds
+
+    return strangers.converted(path) / "tokenizer.json"
 
 
 def bytes_tokenizer():

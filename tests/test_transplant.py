@@ -27,7 +27,7 @@ from sources.inputs import random_tokens
 SETTINGS = {"device": "cpu", "dtype": "float32", "num_sequences": 5, "num_constants": 3}
 
 
-@pytest.mark.parametrize("kind", ["gpt2_itself", "llama_gqa"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama_gqa"])
 def test_constants_are_the_means_of_a_position(kind):
     model = random_model(KINDS[kind])
     tokens = random_tokens(0, range(6), 9, 97)
@@ -184,7 +184,7 @@ def test_a_transplanted_model_is_a_checkpoint(tmp_path, monkeypatch):
     assert_refused(run_here("sinks", "transplant", *long), "expected 1 to 255")  # and a token in front
 
 
-@pytest.mark.parametrize("name, T", [("llama_gqa", 1), ("llama_gqa", 530), ("qwen3", 60)])
+@pytest.mark.parametrize("name, T", [("llama_gqa", 1), ("llama_gqa", 530), ("qwen2", 60)])
 def test_for_transformers_it_is_a_cache_of_one_entry(name, T, tmp_path):
     """As docs/sinks.md has it: logits of a model with constants are those of its origin behind a cache."""
     transplanted = random_model(replace(KINDS[name], explicit_sink=True))
