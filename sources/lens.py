@@ -146,6 +146,12 @@ class Lens:
         finally:
             self.unit_watchers.remove(on_units)
 
+    def ablated(self, on_units) -> "Lens":
+        """The same model, whose hidden units are always what `on_units` makes of them."""
+        other = copy.copy(self)
+        other.unit_watchers = [on_units]
+        return other
+
     def down(self, layer):
         """The weights (d, F) of a layer's hidden units on the stream; None without such units."""
         downs = [bank.down for bank in self.banks.get(layer, ())]
