@@ -95,6 +95,8 @@ class Spec:
         """Was the model trained with BOS in front? By its run's settings, or by its tokenizer's own rule."""
         if not self.is_ours:
             return tokenizer.adds_bos
+        if self.is_newborn:
+            return False
         settings = formats.folder_of(self.place).parent / "settings.json"
         return exists(settings) and bool(read_json(settings).get("bos_first"))
 

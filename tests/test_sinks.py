@@ -49,11 +49,11 @@ def ratio(norms: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama_gqa"])
 def test_sink_rate_is_gu_et_als(kind, tmp_path, monkeypatch):
-    monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 40)  # batches of 6 and 3, and of 2
+    monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 40)  # batches of 4, and of 2
     model = random_model(KINDS[kind])
-    settings = given(sinks.RateSettings, sequence_length=(6, 20), num_sequences=9)
+    settings = given(sinks.RateSettings, sequence_length=(10, 20), num_sequences=9)
     lists = sinks.sink_rates(settings, saved(model, tmp_path), model)
-    for row, by_head, T in zip(lists["rows"], lists["heads"], (6, 20), strict=True):
+    for row, by_head, T in zip(lists["rows"], lists["heads"], (10, 20), strict=True):
         tokens = random_tokens(0, range(9), T, 97)
         alpha = alpha_of(explicit(model, tokens), 1)  # (n, L, H)
         shares = (alpha > 0.3).double().mean((1, 2))
