@@ -257,7 +257,7 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm() if has_mlp else None
         self.mlp = MLP(config) if has_mlp else None
 
-    def forward(self, x: Tensor, rope, last_only=False, on_heads=None) -> Tensor:
+    def forward(self, x: Tensor, rope=None, last_only=False, on_heads=None) -> Tensor:
         stream = x[:, -1:] if last_only else x
         if self.self_attn is not None:
             stream = stream + self.self_attn(self.input_layernorm(x), rope, last_only, on_heads)
