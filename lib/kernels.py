@@ -129,11 +129,13 @@ def plain_chunk(logits, targets, V, with_gradient):
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     p = exact.softmax(1)
     log_sum = exact.amax(1) - p.amax(1).log()  # log-sum-exp: the largest p is never 0
-    wanted = (torch.arange(len(logits), device=logits.device), targets)
-    loss = (log_sum - exact[wanted]).sum()
+    is_counted = targets >= 0  # a target of -100 is none, as in torch
+    wanted = (torch.arange(len(logits), device=logits.device), targets * is_counted)
+    loss = torch.where(is_counted, log_sum - exact[wanted], 0).sum()
     if not with_gradient:
         return loss, None
     p[wanted] -= 1
+    p[~is_counted] = 0
     return loss, p.to(logits.dtype)
 
 
@@ -143,11 +145,14 @@ def fused_chunk(logits, targets, V, with_gradient):
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     exact = torch.where(token < V, exact, -torch.inf)
     log_sum = exact.logsumexp(1, keepdim=True)  # (n, 1)
-    loss = (log_sum - exact.gather(1, targets[:, None])).sum()
+    targets = targets[:, None]
+    is_counted = targets >= 0  # (n, 1)
+    loss = torch.where(is_counted, log_sum - exact.gather(1, targets * is_counted), 0).sum()
     if not with_gradient:
         return loss, None
-    is_target = token == targets[:, None]  # (n, W)
-    return loss, ((exact - log_sum).exp() - is_target.to(exact.dtype)).to(logits.dtype)
+    is_target = token == targets  # (n, W)
+    d_logits = (exact - log_sum).exp() - is_target.to(exact.dtype)
+    return loss, torch.where(is_counted, d_logits, 0).to(logits.dtype)
 
 
 @functools.cache

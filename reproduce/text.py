@@ -112,7 +112,7 @@ def record(run):
             lengths = (32, 64, 128, 256, T) if row["step"] == run.max_iters else (64, T)
             shown = [sink for sink in row["sinks"] if sink["sequence_length"] in lengths]
             rows.append({"step": row["step"], "val_loss": row["val_loss"], "sinks": shown})
-    tokens = open_data(run, torch.device("cpu"))
+    tokens = open_data(run)
     inputs, targets = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
     model = checkpoint.load(run.out)
     loss = sum(model(*windows).item() for windows in zip(inputs.split(8), targets.split(8)))  # sums
