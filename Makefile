@@ -20,8 +20,8 @@ probe: $(VENV)/installed
 sinks: $(VENV)/installed-models
 	@$(RUN) sinks.py rate --model smollm2 --sequence-length 64 --out results-sinks
 	@$(RUN) sinks.py anatomy --model smollm2 --out results-sinks
-	@$(RUN) sinks.py intervene --model smollm2 --num-sequences 50 --out results-sinks
-	@$(RUN) sinks.py silence --model smollm2 --num-sequences 30 --out results-sinks
+	@$(RUN) -m reproduce.interventions intervene --model smollm2 --num-sequences 50 --out results-sinks
+	@$(RUN) -m reproduce.interventions silence --model smollm2 --num-sequences 30 --out results-sinks
 	@$(RUN) sinks.py transplant --model smollm2 --num-sequences 16 --out results-sinks
 	@echo "figures in results-sinks: rate.png (where), anatomy.png (why), intervene.png (made),"
 	@echo "silence.png (weakened, at a loss), transplant.png (ended by a constant, at none)"

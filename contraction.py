@@ -1,20 +1,17 @@
 """Why does a newborn prefer tokens? Its states contract, by the mechanisms of BB section 4.
 
-    python contraction.py                        # all five: 12-18 minutes on one thread, as all times below
+    python contraction.py                        # all three: 11-16 minutes on one thread, as all times below
     python contraction.py layers --seed 42       # Figures 2 and 7: which sublayer contracts, layer by layer
     torchrun --nproc-per-node 2 contraction.py predict --seed {0..99} --num-sequences 2000
 
-`layers` shows that MLPs begin the contraction, `mlp` shows why, and `amplify` shows what averaging adds.
-`predict` follows the mean state through the weights, layer by layer (measure/mean_field.py). `cure` draws
-newborns that do not contract. Models read Gaussian vectors with the embedding's standard deviation, 0.02 (BB
-4.1); in `predict` and `cure` they read tokens. All seeds of a preset share one embedding matrix (BB B.2);
-PRESET@SEED has its own.
+`layers` shows that MLPs begin the contraction; its models read Gaussian vectors with the standard deviation
+of embeddings, 0.02 (BB 4.1). `predict` follows the mean state through the weights (measure/mean_field.py).
+`cure` draws newborns that do not contract. Seeds of a preset share one embedding (BB B.2), PRESET@SEED not.
 
 In every experiment `Births.each` makes the newborns, the loop appends rows that hold theory beside what was
-measured, and `finish` draws and saves them (`predict`: `plot`, `save`). Five more: reproduce/mechanisms.py.
+measured, and `finish` draws and saves them (`predict`: `plot`, `save`). Seven more: reproduce/mechanisms.py.
 """
 
-import functools
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -24,15 +21,13 @@ import torch.nn.functional as F
 from init import SCHEMES, newborn, variant
 from lib.figures import curves
 from lib.results import Experiment, mean_over_seeds
-from lib.runtime import progress, rank
-from lib.settings import Command, RunSettings, at_least, check_choice, run_script
+from lib.runtime import progress
+from lib.settings import Command, RunSettings, at_least, check_choice, run_script, say
 from measure import theory
-from measure.cosines import floored_cosine, pairwise_cosine
 from measure.mean_field import mean_field
 from model import PRESETS
 from probe import SHOWN, count_predictions, preference
 from sources.checkpoint import check_lengths, chosen_models, shortest_context
-from sources.inputs import random_vectors
 
 COSINES = ("mean_cosine", "std_cosine")  # columns that are measured
 
@@ -58,16 +53,22 @@ class LengthSettings(NewbornSettings):
 class Births(Experiment):
     """An experiment on newborns, for each sequence length that the user named, or else for `lengths`."""
 
-    def __init__(self, name, paper, settings: NewbornSettings, lengths=(64,)):
+    @classmethod
+    def begin(cls, name, paper, settings: NewbornSettings, lengths=(64,)):
+        """Refuse what is no newborn, or too long, before an experiment begins."""
         for model in settings.model:  # no trained models
             check_choice(model.partition("@")[0], PRESETS, "preset")
-        self.specs = chosen_models(settings.model, settings.seed, 0, settings.init)
-        context = shortest_context(self.specs)
+        specs = chosen_models(settings.model, settings.seed, 0, settings.init)
+        context = shortest_context(specs)
         given = getattr(settings, "sequence_length", None) or ()
         check_lengths(given, context)
-        self.lengths = given or [T for T in lengths if T <= context] or [context]
-        super().__init__(name, paper, settings)
-        self.rows = []
+        births = super().begin(name, paper, settings)
+        births.specs = specs
+        births.lengths = given or [T for T in lengths if T <= context] or [context]
+        births.rows = []
+        for unknown in {theory.unknown(spec.config, settings.init) for spec in specs} - {None}:
+            say(f"columns of theory are empty: measure/theory.py does not know {unknown}")
+        return births
 
     def each(self, scheme=None, **changes):
         """Yield (key, model, T) for each newborn model and each length T; the key begins a row of results.
@@ -104,49 +105,13 @@ def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
     curves(rows, path, question, x=x, y=y, series=series, theories=theories, **options)
 
 
-def predicted(unknown, function, *arguments):
-    """Return function(*arguments) of the theory, or `unknown` if it raises Unknown."""
-    try:
-        return function(*arguments)
-    except theory.Unknown as error:
-        say_once(f"columns of theory are empty: measure/theory.py does not know {error}")
-        return unknown
-
-
-@functools.cache
-def say_once(line) -> None:
-    """Print a line, on rank 0 and only once."""
-    if rank() == 0:
-        print(line)
-
-
-def predicted_cosines(config, T, scheme):
-    """The cosine that theory predicts before (0) and after each block; None for each if it is unknown."""
-    return predicted([None] * (config.num_layers + 1), theory.kernel_recursion, config, T, scheme)
-
-
-def gaussian_inputs(experiment, T, d):
-    """Gaussian vectors in place of embeddings, (num_sequences, T, d)."""
-    settings = experiment.settings
-    vectors = random_vectors(settings.input_seed, range(settings.num_sequences), T, d)
-    return vectors.to(experiment.device, experiment.dtype)
-
-
-def states_along(functions, x):
-    """The state x, and the state after each function of a stack."""
-    states = [x]
-    for function in functions:
-        states.append(function(states[-1]))
-    return states
-
-
 @torch.inference_mode()
 def layers(settings: LengthSettings):
     """Which sublayer contracts? Cosine of last positions, layer by layer (BB Figures 2, 7; five minutes)"""
-    births = Births("layers", "BB Figures 2, 7", settings, (64, 256))
+    births = Births.begin("layers", "BB Figures 2, 7", settings, (64, 256))
     for key, model, T in births.each(vocab_size=1):
         for kind, part, counts in sublayers_apart(settings, model, T):
-            prediction = predicted_cosines(part.config, T, settings.init)
+            prediction = theory.kernel_recursion(part.config, T, settings.init)
             for layer, statistics in enumerate(counts.layers):
                 row = {"variant": kind, "sequence_length": T, "layer": layer, "theory": prediction[layer]}
                 births.rows.append(key | row | statistics.summary())
@@ -164,70 +129,9 @@ def sublayers_apart(settings, model, T):
 
 
 @torch.inference_mode()
-def mlp(settings: NewbornSettings):
-    """Does an asymmetric activation contract states? (BB Figures 4, 5, Proposition 2; a minute)"""
-    births = Births("mlp", "BB Figures 4, 5, Proposition 2", settings, (1,))
-    for key, model, T in births.each(vocab_size=1, sublayers="mlp"):
-        x = gaussian_inputs(births, T, model.config.d_model)[:, 0]  # (n, d)
-        for stack, functions, prediction in mlp_stacks(model, settings.init):
-            for layer, state in enumerate(states_along(functions, x)):
-                row = key | {"stack": stack, "layer": layer, "theory": prediction[layer]}
-                births.rows.append(row | pairwise_cosine(state))
-                # Deep states are so short that torch's epsilon lowers their cosines (ours).
-                if stack == "mlp0_relu":
-                    row |= {"stack": "mlp0_relu_epsilon", "theory": None}
-                    births.rows.append(row | floored_cosine(state, epsilon=1e-8))
-    question = "Does an asymmetric activation contract stacks of MLPs? (mlp0: without norm and residual)"
-    theories = {"theory": "Proposition 2; kernel recursion"}
-    return births.finish(question, "layer", "stack", theories)
-
-
-def mlp_stacks(standard, scheme):
-    """Yield four stacks of MLPs: a name, functions of states (n, d), and cosines by theory."""
-    relu = variant(standard, mlp="relu")
-    tanh = variant(standard, mlp="tanh")
-    L = standard.config.num_layers
-    proposition = predicted([None] * (L + 1), theory.relu_recursion, L, scheme)
-    yield "mlp0_relu", [block.mlp for block in relu.model.layers], proposition
-    yield "mlp0_tanh", [block.mlp for block in tanh.model.layers], [0.0] * (L + 1)
-    for stack, model in (("standard", standard), ("standard_relu", relu)):
-        # These blocks have a norm and a residual, but no attention.
-        yield stack, model.model.layers, predicted_cosines(model.config, 1, scheme)
-
-
-@torch.inference_mode()
-def amplify(settings: LengthSettings):
-    """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4; a minute)"""
-    births = Births("amplify", "BB Table 3, Proposition 4", settings, (100, 128, 1024))
-    changes = {"vocab_size": 1, "sublayers": "mlp", "mlp": "relu", "num_layers": 2}
-    for key, model, T in births.each(**changes):
-        first_mlp, second_mlp = (block.mlp for block in model.model.layers)
-        inputs = gaussian_inputs(births, T, model.config.d_model)
-        states = torch.stack([first_mlp(x) for x in inputs])  # (n, T, d)
-        once, twice, averaged = predicted([None] * 3, amplified_cosines, T, settings.init)
-        stacks = [
-            ("mlp0", states[:, -1], once),
-            ("mlp0_mlp0", second_mlp(states[:, -1]), twice),
-            ("mlp0_attn0", states.mean(1), averaged),
-        ]
-        for stack, last, prediction in stacks:
-            row = {"stack": stack, "sequence_length": T, "theory": prediction}
-            births.rows.append(key | row | pairwise_cosine(last))
-    question = "Does averaging over positions amplify what a ReLU MLP began?"
-    theories = {"theory": "Propositions 2 and 4"}
-    return births.finish(question, "sequence_length", "stack", theories, log="x", ylim=(0, 1.05))
-
-
-def amplified_cosines(T, scheme):
-    """The cosines that theory predicts after one ReLU MLP, after two, and after one and an average."""
-    _, once, twice = theory.relu_recursion(2, scheme)
-    return once, twice, theory.amplifier(once, T)
-
-
-@torch.inference_mode()
 def predict(settings: LengthSettings):
     """Is the direction's token the favourite? Do weights predict it? (BB Finding 2.2, ours; 3-7 minutes)"""
-    births = Births("predict", "BB Finding 2.2, and ours", settings)
+    births = Births.begin("predict", "BB Finding 2.2, and ours", settings)
     points = []
     for key, model, T in births.each():
         counts = count_predictions(model, T, settings.num_sequences, settings.input_seed)
@@ -235,13 +139,13 @@ def predict(settings: LengthSettings):
         row = key | {"sequence_length": T} | preference(model, counts)
         row["direction_count"] = int(counts.tokens[row["direction_token"]])
         row |= {"predicted_token": None, "direction_cosine": None}
-        prediction = predicted(None, mean_field, model, T)  # (d,), from the weights
+        prediction = mean_field(model, T)  # (d,), from the weights; None if theory does not know them
         if prediction is not None:
             row["predicted_token"] = int(model.unembed(prediction.to(model.head_weight)).argmax())
             row["direction_cosine"] = float(prediction @ direction)
             for x, y in zip(prediction.tolist(), direction.tolist()):
                 points.append({"model": key["model"], "predicted": x, "measured": y})
-        row["predicted_cosine"] = predicted_cosines(model.config, T, settings.init)[-1]
+        row["predicted_cosine"] = theory.kernel_recursion(model.config, T, settings.init)[-1]
         births.rows.append(row)
     question = "Do the weights alone predict the direction? (one point per dimension, of vectors of norm 1)"
     diagonal = {"predicted": "exactly"}  # the column over itself
@@ -252,11 +156,11 @@ def predict(settings: LengthSettings):
 @torch.inference_mode()
 def cure(settings: LengthSettings):
     """Does removing the mean that all hidden units share cure a newborn? (ours; 3 to 4 minutes)"""
-    births = Births("cure", "ours", settings)
+    births = Births.begin("cure", "ours", settings)
     for scheme in dict.fromkeys(("gpt2", settings.init)):
         for key, model, T in births.each(scheme):
             counts = count_predictions(model, T, settings.num_sequences, settings.input_seed)
-            prediction = predicted_cosines(model.config, T, scheme)
+            prediction = theory.kernel_recursion(model.config, T, scheme)
             key |= {"init": scheme, "sequence_length": T, "predicted_cosine": prediction[-1]}
             births.rows.append(key | preference(model, counts))
     question = "Does a birth without the MLPs' common mean output cure the contraction?"
@@ -265,17 +169,13 @@ def cure(settings: LengthSettings):
 
 
 def run_all(settings: RunSettings) -> None:
-    """Run every experiment with its own defaults, where no flag is given (12 to 18 minutes)"""
-    given = {name: value for name, value in vars(settings).items() if value != "auto"}
+    """Run every experiment with its own defaults (11 to 16 minutes)"""
     for command in EXPERIMENTS.values():
-        command.function(replace(command.defaults, **given))
+        command.function(replace(command.defaults, **vars(settings)))
 
 
-TEN = tuple(range(42, 52))  # seeds
 EXPERIMENTS = {
     "layers": Command(layers, LengthSettings(num_sequences=24)),
-    "mlp": Command(mlp, NewbornSettings(seed=TEN, dtype="float32")),
-    "amplify": Command(amplify, LengthSettings(seed=TEN, num_sequences=20, dtype="float32")),
     "predict": Command(predict, LengthSettings(num_sequences=400)),
     "cure": Command(cure, LengthSettings(init="centered", num_sequences=120)),
 }

@@ -52,9 +52,9 @@ def probe(settings: Settings):
     specs = chosen_models(settings.model, settings.seed, settings.embedding_seed, settings.init)
     context = shortest_context(specs)
     check_lengths(settings.sequence_length or (), context)
-    # An Experiment joins torchrun's processes, chooses device and dtype, and makes the folder --out. Its
+    # `begin` joins torchrun's processes, chooses the device, and makes the folder --out. An Experiment's
     # `save` writes the rows to <name>.json, and prints the columns that are named.
-    experiment = Experiment("probe", "BB Table 1, Figures 1a and 10", settings)
+    experiment = Experiment.begin("probe", "BB Table 1, Figures 1a and 10", settings)
     num_sequences = settings.num_sequences or NUM_SEQUENCES[experiment.device.type]
     lengths = settings.sequence_length or (min(SEQUENCE_LENGTH[experiment.device.type], context),)
     rows, tokens, dimensions = [], [], []

@@ -28,8 +28,8 @@ from init import SCHEMES
 from lib import runtime
 from lib.results import commit
 from lib.settings import Command, RunSettings, UserError, at_least, is_first_process, run_script, say
-from measure import attention
 from model import CHOICES, FIRST_POSITIONS, PRESETS
+from sinks import sink_statistics
 from sources import data, origins
 from sources.runs import Run, is_power_of_two
 from sources.sampling import SampleSettings, generate, sample
@@ -214,7 +214,7 @@ class Training:
             tokens = data.TokenData(self.tokens.folder, bos_first)
             windows, _ = tokens.held_out(SINK_WINDOWS, lengths[0])  # (n, T)
             for T in lengths if not signals else ():
-                found, alpha = attention.sink_statistics(self.raw_model, windows[:, :T].to(self.device))
+                found, alpha = sink_statistics(self.raw_model, windows[:, :T].to(self.device))
                 row = {"sequence_length": T, "bos_first": bos_first}
                 row |= {name: found[name] for name in ("sink_rate", "constant_alpha")}
                 by_head = alpha.mean(0).double().numpy().round(4)  # (L, H)

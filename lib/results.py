@@ -29,12 +29,19 @@ HUB_COMMITS = {}  # of each name of the Hub that this process has read
 
 
 class Experiment:
-    """An experiment from its beginning to its JSON: settings, device and dtype are chosen when it begins."""
+    """An experiment from its beginning to its JSON."""
 
-    def __init__(self, name, paper, settings: RunSettings):
+    @classmethod
+    def begin(cls, name, paper, settings: RunSettings):
+        """Join torchrun's processes, choose device and dtype, make the folder --out, and note the time."""
+        return cls(name, paper, *start(settings))
+
+    def __init__(self, name, paper, settings: RunSettings, device, dtype):
         self.name = name
         self.paper = paper
-        self.settings, self.device, self.dtype = start(settings)
+        self.settings = settings
+        self.device = device
+        self.dtype = dtype
         self.folder = Path(settings.out)
         self.environment = environment(self.device, self.dtype)
         self.begun = time.perf_counter()

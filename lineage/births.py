@@ -5,7 +5,6 @@ The numbers of one of its matrices are compared with what each seed draws for it
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -14,21 +13,13 @@ from scipy import stats
 from init import STD, draw_weight
 from lib.results import Experiment
 from lib.runtime import progress, rank
-from lib.settings import OutputSettings, UserError
-from lineage.outputs import Names
+from lib.settings import UserError
+from lineage.settings import IdentifySettings
 from lineage.table import CHANCE_LOG10_P
 from sources.checkpoint import parse_spec
 
 IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix whose birth `identify` looks for
 FIRST_NUMBERS = 65_536  # so many of that matrix's numbers are drawn for each candidate
-
-
-@dataclass
-class IdentifySettings(OutputSettings):
-    """What `identify` is asked."""
-
-    models: Names = ()  # one model: a checkpoint folder, or PRESET@SEED
-    seeds: tuple[int, int] = (0, 99_999)  # the first and the last candidate
 
 
 def identify(settings: IdentifySettings):
@@ -45,7 +36,7 @@ def identify(settings: IdentifySettings):
     source = parse_spec(settings.models[0]).open()
     if IDENTIFIED not in source.shapes:
         raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, by which a birth is known")
-    experiment = Experiment("identify", "ours", settings)
+    experiment = Experiment.begin("identify", "ours", settings)
     candidates = range(first, last + 1)
     rows = closest_births(source, candidates)
     answer, shown = None, rows[:1]

@@ -1,21 +1,14 @@
-"""Are two models of one birth? Read both, match each layer, fill the table, judge it. (ours)
-
->>> from sources import checkpoint
->>> from lineage.compare import compare, read_model
->>> names = ("tiny_llama@1", "tiny_llama@2")
->>> models = [read_model(name, checkpoint.parse_spec(name).open()) for name in names]
->>> verdict, pair, pairs = compare(*models)
->>> verdict, [row.found for row in pair.rows]  # of 704 units each
-('no evidence', [0, 1, 2, 1, 1, 1])
-"""
+"""Are two models of one birth? Read both, match each layer, fill the table, judge it, say why. (ours)"""
 
 import itertools
 from dataclasses import dataclass
 
-from lineage.evidence import diagonal_test, equal_layers, nothing_in, weight_correlations
+from lineage.evidence import diagonal_test, equal_layers, weight_correlations, why_bare
 from lineage.layout import find_stacks
-from lineage.match import match_stacks
-from lineage.table import fill, judge_models, judge_stacks, look_for_gaps
+from lineage.match import likeliest_way, match_stacks
+from lineage.settings import CompareSettings
+from lineage.table import Match, Pair, fill, judge_models, judge_stacks, why_units_cannot_tell
+from lineage.verdict import explain
 from lineage.views import hidden_units
 from sources.formats import token_ids
 
@@ -36,24 +29,27 @@ def read_model(name, source):
         if len(shape) == 1:
             source.read(parameter)
     vocabulary = {} if source.place is None else token_ids(source.place)  # newborns have no place on the disk
-    stacks = {stack: hidden_units(stack) for stack in find_stacks(source)}
+    stacks = {stack: hidden_units(stack) for stack in find_stacks(source, name)}
     return Model(name, stacks, vocabulary, source.place is None)
 
 
-def compare(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, layers=None):
-    """The verdict of two models, the Pair of stacks (a table of layers) that gave it, and all Pairs."""
+def compare_models(base: Model, suspect: Model, settings: CompareSettings):
+    """The row of two models (verdict, sentence, numbers), and for figures its `layers` and `layer_map`."""
     pairs = []
     for ours, theirs in itertools.product(base.stacks, suspect.stacks):
         correlations, namesakes = weight_correlations(ours, theirs)  # before units fill the memory
-        tests = {kind: diagonal_test(C, (kind, seed), permutations) for kind, C in correlations.items()}
+        tests = {}
+        for kind, correlation in correlations.items():
+            tests[kind] = diagonal_test(correlation, (kind, settings.permutation_seed), settings.permutations)
         equal = equal_layers(ours, theirs)
-        bare = [nothing_in(ours, base.name), nothing_in(theirs, suspect.name)]
+        bare = " and ".join(filter(None, (why_bare(ours), why_bare(theirs))))
         vocabularies = (base.vocabulary, suspect.vocabulary)
-        pair = match_stacks(base.stacks[ours], suspect.stacks[theirs], vocabularies, units, layers, seed)
-        pair.base, pair.suspect, pair.coordinates = ours, theirs, tests
+        units = (base.stacks[ours], suspect.stacks[theirs])
+        way, lack = likeliest_way(*units, vocabularies, settings.units_per_layer)
+        match = Match() if way is None else match_stacks(way, settings)
+        pair = Pair(ours, theirs, match, tests, bare)
         fill(pair, equal, namesakes)
-        pair.bare = " and ".join(filter(None, bare))  # why their layers could tell nothing, if so
-        look_for_gaps(pair, base.name, suspect.name)
+        pair.lack = why_units_cannot_tell(pair, "" if way else lack)
         pair.verdict, pair.reason = judge_stacks(pair)
         pairs.append(pair)
-    return judge_models(pairs)
+    return explain(base, suspect, pairs, *judge_models(pairs))

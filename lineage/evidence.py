@@ -52,8 +52,9 @@ def digests_of(stack, count=None):
     return layers
 
 
-def nothing_in(stack, name):
-    """What a model of this name has in place of layers that could tell a birth; "" if it has some."""
+def why_bare(stack):
+    """What a model has in place of layers that could tell a birth; "" if it has some."""
+    name = stack.model
     if not stack.layers:
         first = ", ".join([*stack.source.shapes][:3]) or "nothing: is it an optimizer's state?"
         return f"{name} has no layers, but {'an embedding matrix alone' if stack.tables else first}"

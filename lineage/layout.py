@@ -6,6 +6,7 @@ found by structure. What a layer's matrices are, their names tell, or else their
 pattern here. A checkpoint has `shapes` by name, `family`, `place` and `read(name)`.
 """
 
+import itertools
 import math
 import re
 from collections import Counter, defaultdict
@@ -49,6 +50,8 @@ WRITES = re.compile(rf"(?:^|\.)(?:{WRITERS}){SUFFIX}")
 VARIED = 1000  # different numbers, which no mask, identity or constant has
 BATCH = 4096  # numbers, or rows, of a matrix that are looked at together
 OF_ATTENTION = 4  # matrices that a layer without an MLP has
+BASES, PACKED = "changes of basis", "packed weights"  # what was not looked at
+WITHOUT_MLP = "layers without an MLP that can be read"
 TRIED = 3  # layers, or embedding matrices, at most, where ways to read two models are tried
 
 
@@ -71,27 +74,32 @@ class MLP:
         return ("gate", "up", "down") if self.matrices.keys() & {"gate", "gate_up"} else ("up", "down")
 
 
-@dataclass(eq=False)
-class Stack:
-    """A run of layers, and what stands beside it: a model, or a part of one."""
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Tensors whose names differ in one number: the layers of a stack."""
 
-    prefix: str  # what begins the names of its tensors, up to the layer's number
+    prefix: str  # what begins their names, up to that number
     width: int  # of the stream
-    layers: dict  # by the number in their names: the full names by what follows it
+    layers: dict  # by that number: full names by what follows it
+
+
+@dataclass(frozen=True, eq=False)
+class Stack(Run):
+    """A run of layers without their adapters, and what stands beside it: a model, or a part of one."""
+
     source: object = None  # the checkpoint
-    name: str = ""  # what begins its names, and no other stack's; "" where there are no others
+    model: str = ""  # what it is called
+    name: str = ""  # what begins the stack's names, and no other stack's; "" where there are no others
+    size: int = 0  # parameters in its layers
     reads_images: bool = False  # by a convolution?
-    may_read_tokens: bool = True  # or is there nothing beside it that may be an embedding matrix?
     named: list = field(default_factory=list)  # matrices that may be its embedding matrix,
     tables: list = field(default_factory=list)  # the same: a name each, or the names of two as a product
     heads: list = field(default_factory=list)  # the tables, if tied
     norm: str | None = None  # in front of the head
     mlps: list = field(default_factory=list)
     matrices: dict = field(default_factory=dict)  # along the stream, by (layer's number, rest of name)
-    unknown: list = field(default_factory=list)  # matrices among which an MLP may be
-    has_own_table: bool = False  # which is no other stack's, nor a copy of one
     unread: dict = field(default_factory=dict)  # what was not looked at, with its share of the layers
-    hides: bool = False  # may a child hide there?
+    may_have_units: bool = False  # even if none were found?
 
     def is_middle(self, layer):
         """Does a layer stand before its last quarter, and in a deep stack behind the first layer?"""
@@ -114,7 +122,7 @@ class Stack:
     @property
     def rank(self):
         """Which stack of several is the model? What reads tokens, has a head of its own, and MLPs."""
-        return self.tables != [], self.has_head, self.mlps != []
+        return bool(self.tables), self.has_head, bool(self.mlps)
 
     @property
     def may_lack_table(self):
@@ -125,69 +133,110 @@ class Stack:
         return not TABLE.search(name) and "emb" not in end_of(name)
 
     @property
-    def may_have_units(self):
-        """May it have hidden units, even if none were found? config.json may name MLPs, too."""
-        is_named = getattr(self.source, "names_mlps", False)
-        return self.may_read_tokens and bool(self.mlps or self.unknown or is_named)
+    def hides(self):
+        """May a child hide in what was not looked at?"""
+        return self.unread.get(BASES, 0) > 0 or sum(self.unread.values()) > A_TENTH
 
-    @property
-    def packed(self):
-        """How many numbers of its layers are packed, and cannot be read: about, as of 4 bits."""
-        packed = getattr(self.source, "packed", {})
-        return sum(count for name, count in packed.items() if name.startswith(self.prefix))
-
-    @property
-    def size(self):
-        """The number of parameters in its layers."""
-        return self.packed + sum(size_of(self.source, names.values()) for names in self.layers.values())
+    def has_own_table(self, others):
+        """Has it an embedding matrix that is none of the other stacks', nor a copy of one?"""
+        read, shapes = self.source.read, self.source.shapes
+        for name, other in itertools.product(self.named, [name for stack in others for name in stack.named]):
+            if name == other or (shapes[name] == shapes[other] and torch.equal(read(name), read(other))):
+                return False
+        return self.named != []
 
 
-def size_of(source, names):
-    """The number of parameters of some tensors."""
-    return sum(math.prod(source.shapes[name]) for name in names)
-
-
-def find_stacks(source):
+def find_stacks(source, model=""):
     """The Stacks of a checkpoint: first what reads tokens, and of these what has a head; the larger first."""
     shapes = {name: shape for name, shape in source.shapes.items() if 0 not in shape}
-    stacks = stacks_of(shapes)
-    inside = {name for stack in stacks for names in stack.layers.values() for name in names.values()}
+    runs = runs_of(shapes)
+    inside = {name for run in runs for names in run.layers.values() for name in names.values()}
     outside = {name: shape for name, shape in shapes.items() if name not in inside}
-    if not stacks:
+    if not runs:
         widths = [shape[1] for name, shape in outside.items() if len(shape) == 2 and TABLE.search(name)]
-        stacks = [Stack("", max(widths, default=0), {})]
-    reach = {name: closest(name, stacks) for name in outside}
-    for stack in stacks:
-        stack.source = source
-        stack.name = common_name(stack, stacks)
-        stack.reads_images = reads_images(stack, outside, reach)
-    feed(stacks, outside, reach)
-    for stack in stacks:
-        beside = {name: outside[name] for name in outside if name in stack.named or stack in reach[name]}
-        look_beside(stack, beside)
-        unread = look_into_layers(stack, beside)
-        for what, names in unread.items():
-            stack.unread[what] = size_of(source, names) / max(1, stack.size)
-        stack.unread["packed weights"] = stack.packed / max(1, stack.size)
-        stack.hides = unread["changes of basis"] != [] or sum(stack.unread.values()) > A_TENTH
-    if any(stack.packed for stack in stacks) and not any(stack.mlps for stack in stacks):
+        runs = [Run("", max(widths, default=0), {})]
+    reach = {name: closest(name, runs) for name in outside}
+    with_images = [run for run in runs if reads_images(run, outside, reach)]
+    tables = tables_of(runs, with_images, shapes, outside, reach)
+    stacks = []
+    for run in runs:
+        beside = [name for name in outside if name in tables[run] or run in reach[name]]
+        naming = {"source": source, "model": model, "name": common_name(run, runs)}
+        stacks.append(stack_of(run, tables[run], beside, run in with_images, naming))
+    if any(stack.unread[PACKED] for stack in stacks) and not any(stack.mlps for stack in stacks):
         raise packed_error(source.place, source.packed)
-    stacks.sort(key=lambda stack: (stack.rank, stack.size), reverse=True)
-    for place, stack in enumerate(stacks):
-        before = [name for other in stacks[:place] for name in other.named]
-        copied = [name for name in stack.named if any(is_copy(source, name, other) for other in before)]
-        stack.has_own_table = stack.named != [] and not copied
-    return stacks
+    return sorted(stacks, key=lambda stack: (stack.rank, stack.size), reverse=True)
 
 
-def is_copy(source, name, other):
-    """Is a tensor another one, or equal to it?"""
-    have_one_shape = source.shapes[name] == source.shapes[other]
-    return name == other or (have_one_shape and torch.equal(source.read(name), source.read(other)))
+def stack_of(run, named, beside, with_images, naming):
+    """The Stack of a Run: `named` may be its embedding matrices, and the names `beside` are its own, too."""
+    source, width = naming["source"], run.width
+    shapes = source.shapes
+    tables, heads = tables_and_heads(named, beside, shapes, width)
+    known = dict.fromkeys(name for names in tables + heads for name in names)  # in one order
+    matrices = {(None, end_of(name)): name for name in known if is_matrix(name, shapes[name], width)}
+    unknown = [name for name in beside if len(shapes[name]) > 1 and name not in known]
+    adapters = [name for name in beside if FACTORS.search(name) and len(shapes[name]) > 1]
+    layers, mlps, without_mlp = {}, [], []
+    for layer, (number, tensors) in enumerate(run.layers.items(), start=1):
+        layers[number], changes = without_adapters(tensors, shapes)
+        found, others = mlps_of_layer(shapes, layers[number], width, layer)
+        adapters += changes
+        mlps += found
+        unknown += others
+        without_mlp += [] if found else others
+        for rest, name in layers[number].items():
+            if is_matrix(name, shapes[name], width):
+                matrices[number, rest] = name
+
+    def size_of(names):
+        return sum(math.prod(shapes[name]) for name in names)
+
+    packed = getattr(source, "packed", {})  # how many numbers each, about, as of 4 bits
+    num_packed = sum(count for name, count in packed.items() if name.startswith(run.prefix))
+    size = num_packed + sum(size_of(tensors.values()) for tensors in layers.values())
+    unread = {"adapters": size_of(adapters), WITHOUT_MLP: size_of(without_mlp)}
+    unread |= {BASES: size_of(filter(TURNS.search, shapes)), PACKED: num_packed}
+    tall = [name for name in beside if shapes[name][1:] == (width,) and 2 * shapes[name][0] >= width]
+    may_read_tokens = not with_images or named or any(not NO_TABLE.search(end_of(name)) for name in tall)
+    gains = gains_of({name: name for name in beside}, shapes, width)
+    norms = [name for name in gains if FINAL_NORM.search(name) or len(gains) == 1]
+    return Stack(
+        prefix=run.prefix,
+        width=width,
+        layers=layers,
+        size=size,
+        reads_images=with_images,
+        named=named,
+        tables=tables,
+        heads=heads or tables,
+        norm=norms[0] if norms else None,
+        mlps=mlps,
+        matrices=matrices,
+        unread={what: count / max(1, size) for what, count in unread.items()},
+        may_have_units=bool(may_read_tokens and (mlps or unknown or getattr(source, "names_mlps", False))),
+        **naming,
+    )
 
 
-def stacks_of(shapes):
-    """Every Stack of a checkpoint: the outermost number in a name that counts layers.
+def tables_and_heads(named, beside, shapes, width):
+    """The embedding matrices and the heads of a stack: a name each, or the names of two as a product."""
+    matrices = {name: shapes[name] for name in beside if len(shapes[name]) == 2}
+    tables, heads = [], []
+    if named:
+        heads = [(name,) for name, shape in matrices.items() if shape[1] == width and HEAD.search(name)]
+    for table in named:
+        size = matrices[table][1]
+        if size == width:
+            tables.append((table,))
+        else:  # ELECTRA's, ALBERT's, OPT-350m's: a matrix leads to the width, and one back to the head
+            tables += [(table, name) for name, shape in matrices.items() if shape == (width, size)]
+            heads += [(table, name) for name, shape in matrices.items() if shape == (size, width)]
+    return tables, heads
+
+
+def runs_of(shapes):
+    """Every Run of a checkpoint: the outermost number in a name that counts layers.
 
     A single layer is one if it is called so. Where layers are called so, a number before theirs counts more
     than layers: stages, or models.
@@ -197,7 +246,7 @@ def stacks_of(shapes):
         for number in NUMBER.finditer(name):
             rest = name[number.end() :].replace("/", ".")
             numbered[name[: number.start(1)]][int(number[1])][rest] = name
-    stacks, taken = [], set()
+    found, taken = [], set()
     for prefix in sorted(numbered, key=lambda prefix: (len(prefix), prefix)):
         runs = {n: names for n, names in numbered[prefix].items() if taken.isdisjoint(names.values())}
         is_named = BEFORE_LAYER.search(prefix) is not None
@@ -206,10 +255,10 @@ def stacks_of(shapes):
         width = width_of(shapes, runs)
         layers = {n: runs[n] for n in sorted(runs) if is_layer(shapes, runs[n].values(), width)}
         if len(layers) > 1 or (is_named and len(layers) == len(runs) == 1):
-            stacks.append(Stack(prefix, width, layers))
+            found.append(Run(prefix, width, layers))
             for names in layers.values():
                 taken |= {*names.values()}
-    return sorted(stacks, key=lambda stack: stack.prefix)
+    return sorted(found, key=lambda run: run.prefix)
 
 
 def width_of(shapes, layers):
@@ -241,22 +290,21 @@ def beginnings(name):
     return [name[:end] for end in reversed([0, *ends])]
 
 
-def closest(name, stacks):
-    """The stacks that share with a tensor the longest beginning of their names."""
+def closest(name, runs):
+    """The runs that share with a tensor the longest beginning of their names."""
     for start in beginnings(name):
-        found = [stack for stack in stacks if stack.prefix.startswith(start)]
+        found = [run for run in runs if run.prefix.startswith(start)]
         if found:
             return found
     return []
 
 
-def common_name(stack, stacks):
-    """The shortest beginning of a stack's names that no other stack's has; "" where there is no other."""
-    others = [other.prefix for other in stacks if other is not stack]
-    for start in reversed(beginnings(stack.prefix)):
-        if not any(prefix.startswith(start) for prefix in others):
-            return start.rstrip("._/")
-    return stack.prefix.rstrip("._/")
+def common_name(run, runs):
+    """The shortest beginning of a run's names that no other run's has; "" where there is no other."""
+    others = [other.prefix for other in runs if other is not run]
+    starts = reversed(beginnings(run.prefix))
+    own = [start for start in starts if not any(prefix.startswith(start) for prefix in others)]
+    return (own or [run.prefix])[0].rstrip("._/")
 
 
 def end_of(name):
@@ -264,120 +312,71 @@ def end_of(name):
     return ".".join(re.split("[./]", name)[-2:])
 
 
-def reads_images(stack, outside, reach):
-    """Does a convolution lead to a stack? Factors of an adapter are none, nor are positions (T, 1, d)."""
-    others = [name for name in outside if reach[name] == [stack] and not FACTORS.search(name)]
+def reads_images(run, outside, reach):
+    """Does a convolution lead to a run? Factors of an adapter are none, nor are positions (T, 1, d)."""
+    others = [name for name in outside if reach[name] == [run] and not FACTORS.search(name)]
     beside = [[size for size in outside[name] if size > 1] for name in others]
-    return any(len(sizes) > 2 and stack.width in sizes for sizes in beside)
+    return any(len(sizes) > 2 and run.width in sizes for sizes in beside)
 
 
-def feed(stacks, outside, reach):
-    """Tell each stack the embedding matrices that feed it.
+def tables_of(runs, with_images, shapes, outside, reach):
+    """The names of the matrices that may be each Run's embedding matrix.
 
-    Names tell an embedding matrix, or else its rows: of the matrices that lead to a stack which none feeds by
+    Names tell an embedding matrix, or else its rows: of the matrices that lead to a run which none feeds by
     name, all that have at least half as many as the largest. Each of them is tried as table and as head. What
     is called a head is the last choice: it may be tied.
     """
+    tables = {run: [] for run in runs}
+    free = [run for run in runs if run not in with_images]
     matrices = [name for name, shape in outside.items() if len(shape) == 2]
-    named = [name for name in matrices if TABLE.search(name)]
+    for name in filter(TABLE.search, matrices):
+        for run in fed_by(name, outside, free) or fed_by(name, outside, runs):
+            tables[run].append(name)
     others = [name for name in matrices if HEAD.search(name) or not NO_TABLE.search(end_of(name))]
-    free = [stack for stack in stacks if not stack.reads_images]
-    for name in named:
-        for stack in fed_by(name, outside, free) or fed_by(name, outside, stacks):
-            stack.named.append(name)
-    others = [name for name in others if not any(stack.named for stack in reach[name])]
-    for stack in [stack for stack in free if not stack.named]:
-        leading = [name for name in others if stack in fed_by(name, outside, free)]
+    others = [name for name in others if not any(tables[run] for run in reach[name])]
+    for run in [run for run in free if not tables[run]]:
+        leading = [name for name in others if run in fed_by(name, outside, free)]
         most = max((outside[name][0] for name in leading), default=0)
         large = [name for name in leading if 2 * outside[name][0] >= most]
-        stack.named = [name for name in large if not HEAD.search(name)] or large
-    fed = [stack for stack in stacks if stack.named]
-    for stack in [stack for stack in free if not stack.named]:
+        tables[run] = [name for name in large if not HEAD.search(name)] or large
+    fed = [run for run in runs if tables[run]]
+    for run in [run for run in free if not tables[run]]:
         # A decoder has all that the encoder has beside which the table stands, and more.
-        encoders = [each for each in fed if each.width == stack.width and kinds(each) < kinds(stack)]
-        stack.named = [*dict.fromkeys(name for each in encoders for name in each.named)]
+        encoders = [
+            other for other in fed if other.width == run.width and kinds(other, shapes) < kinds(run, shapes)
+        ]
+        tables[run] = [*dict.fromkeys(name for encoder in encoders for name in tables[encoder])]
+    return tables
 
 
-def kinds(stack):
-    """What the matrices of a stack's layers are called, those of all experts alike."""
-    shapes = stack.source.shapes
-    named = [each for names in stack.layers.values() for each in names.items()]
+def kinds(run, shapes):
+    """What the matrices of a run's layers are called, those of all experts alike."""
+    named = [item for names in run.layers.values() for item in names.items()]
     return {NUMBER.sub("", rest) for rest, name in named if len(shapes[name]) > 1}
 
 
-def fed_by(name, outside, stacks):
-    """Those of some stacks whose stream a table leads to, narrow ones by a projection: the closest ones."""
+def fed_by(name, outside, runs):
+    """Those of some runs whose stream a table leads to, narrow ones by a projection: the closest ones."""
     size = outside[name][1]
-    fitting = [stack for stack in stacks if stack.width == size]
+    fitting = [run for run in runs if run.width == size]
     if not fitting and TABLE.search(name):
         shapes = {*outside.values()}
-        fitting = [stack for stack in stacks if {(stack.width, size), (size, stack.width)} & shapes]
+        fitting = [run for run in runs if {(run.width, size), (size, run.width)} & shapes]
     return closest(name, fitting)
 
 
-def look_beside(stack, beside):
-    """Tell a stack its embedding matrices, heads and final norm, of the shapes by name that stand beside it.
-
-    ELECTRA's, ALBERT's and OPT-350m's tables are narrower than the stream: a matrix leads to its width, and
-    another one back to the head.
-    """
-    width = stack.width
-    shapes = {name: shape for name, shape in beside.items() if len(shape) == 2}
-    if stack.named:
-        stack.heads = [(name,) for name, shape in shapes.items() if shape[1] == width and HEAD.search(name)]
-    for table in stack.named:
-        size = shapes[table][1]
-        if size == width:
-            stack.tables.append((table,))
-        else:
-            stack.tables += [(table, name) for name, shape in shapes.items() if shape == (width, size)]
-            stack.heads += [(table, name) for name, shape in shapes.items() if shape == (size, width)]
-    known = dict.fromkeys(name for names in stack.tables + stack.heads for name in names)  # in one order
-    stack.heads = stack.heads or stack.tables
-    for name in known:
-        if is_matrix(name, shapes[name], width):
-            stack.matrices[None, ".".join(name.split(".")[-2:])] = name
-    stack.unknown = [name for name, shape in beside.items() if len(shape) > 1 and name not in known]
-    tall = [name for name, shape in shapes.items() if shape[1] == width <= 2 * shape[0]]
-    may_be = [name for name in tall if not NO_TABLE.search(end_of(name))]
-    stack.may_read_tokens = not stack.reads_images or stack.named + may_be != []
-    gains = gains_of({name: name for name in beside}, beside, width)
-    norms = [name for name in gains if FINAL_NORM.search(name)] or (gains if len(gains) == 1 else [])
-    stack.norm = next(iter(norms), None)
-
-
-def look_into_layers(stack, beside):
-    """Tell a stack its MLPs and matrices along the stream; what in its layers was not looked at, by kind."""
-    shapes = stack.source.shapes
-    adapters = [name for name in beside if FACTORS.search(name) and len(shapes[name]) > 1]
-    without_mlp = []
-    for layer, (number, names) in enumerate(stack.layers.items(), start=1):
-        names = without_adapters(names, shapes, adapters)
-        stack.layers[number] = names
-        mlps, others = mlps_of_layer(shapes, names, stack.width, layer)
-        stack.mlps += mlps
-        stack.unknown += others
-        without_mlp += [] if mlps else others
-        for rest, name in names.items():
-            if is_matrix(name, shapes[name], stack.width):
-                stack.matrices[number, rest] = name
-    turning = [name for name in shapes if TURNS.search(name)]
-    without = "layers without an MLP that can be read"
-    return {"adapters": adapters, without: without_mlp, "changes of basis": turning}
-
-
-def without_adapters(names, shapes, adapters):
-    """A layer's full names by their rest without matrices that change its others, which join `adapters`."""
+def without_adapters(names, shapes):
+    """A layer's full names by their rest without matrices that change its others; and these."""
     owners = {rest.removesuffix("weight") for rest in names if rest.endswith(".weight")}
-    kept = {}
+    kept, adapters = {}, []
     for rest, name in names.items():
         inner = [rest.removeprefix(start) for start in beginnings(rest) if start in owners]
-        changes = ADAPTER.search(rest) or not all(each.startswith(("weight", "bias")) for each in inner)
+        changes = ADAPTER.search(rest) or not all(end.startswith(("weight", "bias")) for end in inner)
         if changes and len(shapes[name]) > 1:
             adapters.append(name)
         else:
             kept[numbered_first(rest.replace(".base_layer", ""))] = name
-    return kept
+    return kept, adapters
 
 
 def numbered_first(rest):
@@ -428,10 +427,7 @@ def is_factored(matrices):
 
 
 def mlps_by_shape(shapes, width):
-    """The matrices of each MLP by role, by their owner's name: of those of one owner, or else of all.
-
-    Where names tell of some which matrix writes, no others count.
-    """
+    """The matrices of each MLP by role, by their owner's name: of those of one owner, or else of all."""
     owners = defaultdict(dict)
     for rest, shape in shapes.items():
         owners[re.sub(SUFFIX, "", rest).rpartition(".")[0]][rest] = shape
@@ -443,7 +439,7 @@ def mlps_by_shape(shapes, width):
     whole = {owner: roles for owner, roles in found.items() if len(roles) == len(owners[owner])}
     found = whole or found  # of an attention's matrices two may look like an MLP, and others are left
     named = {owner: roles for owner, roles in found.items() if DOWN.search(roles["down"])}
-    return named or found
+    return named or found  # where names tell of some which matrix writes, no others count
 
 
 def roles_by_shape(shapes, width):

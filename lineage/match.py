@@ -6,6 +6,7 @@ learnt to predict the same words come to share units near the head: `lineage/tab
 
 import itertools
 from collections import defaultdict
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -14,14 +15,37 @@ from lib.random import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
 from lineage.layout import TRIED
-from lineage.table import BASE_R, DEEP, FEWEST_TOKENS, FEWEST_UNITS, HALF, Pair, Row, distinct, mark_units
-from lineage.views import Units, basis_correlations, evenly_spaced, layers_to_read, living_units, seen_alike
+from lineage.table import BASE_R, DEEP, FEWEST_TOKENS, FEWEST_UNITS, HALF, Match, Row, distinct, mark_units
+from lineage.views import MOST_TOKENS, Units, cross_products, evenly_spaced, living_units, whitener
 from measure.matching import matched_units, mutual_neighbours
 
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most: of DEEP layers; of more fewer,
 TRIAL_UNITS = 64  # but so many at least; and by so many ways to read two models are tried
+CERTAIN = 0.95  # of the most that a way can find: from here on no other one is tried
 LARGE = 2**15  # width times MLPs, from which on DEEP layers are read, unless more are asked for
 AS_CLOSE = 0.9  # of the largest share: of a base's layers with as much, the one at its depth is closest
+EXCHANGED = {"gate": "up", "up": "gate", "down": "down"}
+
+
+@dataclass
+class Way:
+    """A way to read two stacks that are compared."""
+
+    base: Units
+    suspect: Units
+    tokens: tuple  # the ids (n,) of the tokens that both have, in each of them
+    basis: dict  # what leads from the base's views to the suspect's, by view
+    tried: dict = field(default_factory=dict)  # views of the suspect's MLPs that were tried, by number
+    is_exchanged: bool = False  # the suspect's gates are called up
+
+    def role(self, view):
+        """What the suspect calls the weights of a view."""
+        return EXCHANGED[view] if self.is_exchanged else view
+
+    def views(self, number):
+        """The views of an MLP of the suspect."""
+        views = self.tried.get(number) or self.suspect.views(number)
+        return {self.role(view): columns for view, columns in views.items()}
 
 
 def equal_ids(base: Units, suspect: Units):
@@ -39,93 +63,146 @@ def ids_by_string(base: Units, suspect: Units, vocabularies):
     return None if not shared or torch.equal(*ids) else ids
 
 
-def match_stacks(bases, suspects, vocabularies, units, layers, key):
-    """The `match_models` of two stacks in the way to read them that finds most in a few layers.
+def seen_alike(base, suspect, tokens):
+    """Two models, wide ones seen in the same few directions of the base's Q; and their basis."""
+    basis = basis_correlations(base, suspect, tokens)
+    base = base.seen_in_few
+    for view, directions in base.directions.items():
+        basis[view] = directions @ basis[view]
+    suspect = suspect.seen_in(basis)
+    for view, directions in suspect.directions.items():
+        basis[view] = basis[view] @ directions.T
+    return base, suspect, basis
 
-    `bases` and `suspects` are Units by each Reading. Tokens are equal by string, if `vocabularies` tell, or
-    by number. A way that chance may have found is not taken: then the likeliest is. UserErrors of ways are
-    the Pair's `lack`, if no way can be compared; without units it is empty.
-    """
-    ways = []
-    pair = Pair()
+
+def basis_correlations(base: Units, suspect: Units, tokens):
+    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e)."""
+    chosen = evenly_spaced(len(tokens[0]), MOST_TOKENS)
+    ids_a, ids_b = (ids[chosen] for ids in tokens)
+    basis = {}
+    for view in ("up", "down"):
+        names = (base.tables_of[view], suspect.tables_of[view])
+        if view == "down" and names == (base.tables_of["up"], suspect.tables_of["up"]):
+            basis[view] = basis["up"]  # both heads are tied
+            continue
+        (a, root_a), (b, root_b) = base.table(view), suspect.table(view)
+        to_a, to_b = whitener(a, ids_a, root_a), whitener(b, ids_b, root_b)
+        basis[view] = to_a @ cross_products(a, ids_a, b, ids_b).float() @ to_b.T
+    basis["gate"] = basis["up"]
+    return basis
+
+
+def layers_to_read(base: Units, suspect: Units, limit):
+    """The numbers of the MLPs of each model that are compared: of a base of another depth all."""
+    has_same_depth = len(base.layers) == len(suspect.layers)
+    return base.numbers(limit if has_same_depth else None), suspect.numbers(limit)
+
+
+def pairings(bases, suspects, vocabularies):
+    """Yield the Units of a base and of a suspect, and the tokens that both have, by string or by number."""
     for base, suspect in itertools.product(bases, suspects):
         have_heads = base.stack.has_head and suspect.stack.has_head
         if have_heads and any(units.reading.head == units.reading.table for units in (base, suspect)):
             continue  # a table is tried as its model's head where one of them has none
         for tokens in (ids_by_string(base, suspect, vocabularies), equal_ids(base, suspect)):
-            try:
-                ways += score_ways(*seen_alike(base, suspect, tokens), units) if tokens else []
-            except UserError as error:  # a decoy's numbers, perhaps
-                pair.lack = str(error)
-    if not ways:
-        return pair
-    score, way = max(ways, key=lambda scored: scored[0])
-    if score < HALF:
-        _, way = ways[0]
-    base, suspect, *_ = way
-    for tried in [*bases, *suspects]:
-        tried.views.cache_clear()
-    if layers is None and any(each.width * len(each.mlps) > LARGE for each in (base, suspect)):
-        layers = DEEP
-    pair = match_models(*way, units, layers, key)
-    found = [(row.layer, row.closest) for row in pair.with_units]
-    is_partly_read = len({row.layer for row in pair.rows}) < len(suspect.stack.layers)
-    if distinct(found) == 1 and is_partly_read:  # is it the only one?
-        pair = match_models(*way, units, None, key)
-    return pair
+            if tokens:
+                yield base, suspect, tokens
 
 
-def score_ways(base, suspect, tokens, basis, units):
-    """Yield (shares times strengths, over a few layers; the way): a suspect's gate may be called up."""
-    is_gated = all(len(mlp.views) == 3 for mlp in base.mlps + suspect.mlps)
-    ours, theirs = layers_to_read(base, suspect, TRIED)
-    for each in [suspect, suspect.with_gate_as_up()] if is_gated else [suspect]:
-        columns = map_columns(base, each, basis, ours, theirs, units, TRIAL_UNITS)
-        score = sum((shares * strengths).max().item() for _, _, shares, strengths in columns)
-        yield score, (base, each, tokens, basis)
+def ways_to_read(base: Units, suspect: Units, tokens):
+    """Yield the Ways to compare two models by these tokens: a suspect's gate may be called up."""
+    base, suspect, basis = seen_alike(base, suspect, tokens)
+    _, tried = layers_to_read(base, suspect, TRIED)
+    way = Way(base, suspect, tokens, basis, {number: suspect.views(number) for number in tried})
+    yield way
+    if all(len(mlp.views) == 3 for mlp in base.mlps + suspect.mlps):
+        yield replace(way, is_exchanged=True)
 
 
-def match_models(base: Units, suspect: Units, tokens, basis=None, units=1024, layers=None, key=0):
-    """Which units of each MLP of a suspect are matched in the closest of a base: a Pair's rows, and its map.
+def likeliest_way(bases, suspects, vocabularies, units):
+    """The Way to read two models that finds most in a few layers; the first that finds nearly all is taken.
 
-    `tokens` are the ids (n,) of the tokens that both have, for each, `basis` their `basis_correlations`. Up
-    to `units` units of an MLP are looked for, in up to `layers` layers (None: all). `key` permutes one
-    model's tokens, which breaks what ties the two alone.
+    `bases` and `suspects` are Units by each Reading. A way that chance may have found is not taken: then the
+    likeliest is. If no way can be compared it is None; and the last UserError says why, else "".
     """
-    ids_a, ids_b = tokens
-    basis = basis or basis_correlations(base, suspect, tokens)
+    first, best, most, lack = None, None, 0.0, ""
+    for pairing in pairings(bases, suspects, vocabularies):
+        try:
+            for way in ways_to_read(*pairing):
+                columns = map_columns(way, *layers_to_read(way.base, way.suspect, TRIED), units, TRIAL_UNITS)
+                score = sum((shares * strengths).max().item() for _, _, shares, strengths in columns)
+                first = first or way
+                if score > max(most, HALF):
+                    best, most = way, score
+                if score >= CERTAIN * len(way.tried):
+                    return best, lack
+        except UserError as error:  # a decoy's numbers, perhaps
+            lack = str(error)
+    return best or first, lack
+
+
+def match_stacks(way: Way, settings):
+    """Which units of each MLP of a suspect are matched in the closest of a base? The Match of two stacks.
+
+    Up to `settings.units_per_layer` units of an MLP are looked for, in up to `settings.layers` layers (None:
+    all, or DEEP of large models). If one of these alone is the base's, all layers are read.
+    """
+    base, suspect = way.base, way.suspect
+    limit = settings.layers
+    if limit is None and any(units.width * len(units.mlps) > LARGE for units in (base, suspect)):
+        limit = DEEP
+    null = null_of(way, settings.permutation_seed)
+    rows, layer_map = match_layers(way, null, limit, settings.units_per_layer)
+    found = [(row.layer, row.closest) for row in rows if row.has_units_of_base]
+    is_partly_read = len({row.layer for row in rows}) < len(suspect.stack.layers)
+    if distinct(found) == 1 and is_partly_read:  # is it the only one?
+        rows, layer_map = match_layers(way, null, None, settings.units_per_layer)
+    return Match(rows, layer_map, len(way.tokens[0]), table_likeness(way))
+
+
+def null_of(way: Way, key):
+    """The basis of a Way with one model's tokens permuted by `key`, which breaks what ties the two alone."""
     generator = keyed_generator("null of units", key)
-    if base.directions or suspect.directions:  # whose order ties the two alone, as well
-        order = torch.from_numpy(generator.permutation(len(basis["up"])))
-        null = {view: leading[order] for view, leading in basis.items()}
-    else:
-        order = torch.from_numpy(generator.permutation(len(ids_b)))
-        null = basis_correlations(base, suspect, (ids_a, ids_b[order]))
-    ours, theirs = layers_to_read(base, suspect, layers)
+    if way.base.directions or way.suspect.directions:  # whose order ties the two alone, as well
+        order = torch.from_numpy(generator.permutation(len(way.basis["up"])))
+        return {view: leading[order] for view, leading in way.basis.items()}
+    ids_a, ids_b = way.tokens
+    order = torch.from_numpy(generator.permutation(len(ids_b)))
+    return basis_correlations(way.base, way.suspect, (ids_a, ids_b[order]))
+
+
+def table_likeness(way: Way):
+    """How alike two embedding matrices are in any basis: 1, or about 0 of random ones; None of few tokens."""
+    narrow, wide = sorted((way.base.width, way.suspect.width))
+    num_tokens = len(way.tokens[0])
+    if num_tokens < FEWEST_TOKENS * wide:
+        return None
+    basis = way.basis["up"]
+    alike = basis.square().sum().item() * (way.base.width / len(basis)) / narrow
+    by_chance = wide / num_tokens  # the mean of random tables: they share dimensions
+    return (alike - by_chance) / (1 - by_chance)
+
+
+def match_layers(way: Way, null, limit, units):
+    """The Rows of the suspect's MLPs in up to `limit` layers (None: all), and the layer map."""
+    ours, theirs = layers_to_read(way.base, way.suspect, limit)
     few = min(MAP_UNITS, max(TRIAL_UNITS, DEEP * MAP_UNITS // len(ours)))
     rows, shares = [], []
-    for number, views, column, _ in map_columns(base, suspect, basis, ours, theirs, units, few):
+    for number, views, column, _ in map_columns(way, ours, theirs, units, few):
         own_place = len(shares) * len(ours) // len(theirs)
         (close,) = np.nonzero(column.numpy() >= AS_CLOSE * column.max().item())
         closest = ours[close[abs(close - own_place).argmin()]]  # of those, the nearest to its own place
-        rows.append(match_mlps(base, closest, suspect, number, views, basis, null, units))
+        rows.append(match_mlps(way, closest, number, views, null, units))
         shares.append(column.tolist())
     mark_units(rows)
-    layer_map = {
-        "base": [base.mlps[number].label for number in ours],
-        "suspect": [suspect.mlps[number].label for number in theirs],
+    return rows, {
+        "base": [way.base.mlps[number].label for number in ours],
+        "suspect": [way.suspect.mlps[number].label for number in theirs],
         "share": np.transpose(shares).tolist(),
     }
-    pair = Pair(rows, layer_map, num_tokens=len(ids_a))
-    narrow, wide = sorted((base.width, suspect.width))
-    if len(ids_a) >= FEWEST_TOKENS * wide:
-        alike = basis["up"].square().sum().item() * (base.width / len(basis["up"])) / narrow
-        by_chance = wide / len(ids_a)  # the mean of random tables: they share dimensions
-        pair.table_likeness = (alike - by_chance) / (1 - by_chance)
-    return pair
 
 
-def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few):
+def map_columns(way: Way, ours, theirs, units, few):
     """Yield for each of the suspect's MLPs in `theirs` its number, views, and its column of the layer map.
 
     What share of `few` units of each of the base's MLPs in `ours` is matched in it, of those that could be,
@@ -134,7 +211,7 @@ def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few):
     sizes, sampled, living = [], [], []  # of each MLP of the base: units shown; of them, and in all, living
     rows = defaultdict(list)
     for number in progress(ours, desc="units of the base's layers", leave=False):
-        chosen, views, living_in_all = base.sample(number, units)
+        chosen, views, living_in_all = way.base.sample(number, units)
         shown = evenly_spaced(len(chosen), few)
         views = {view: columns[:, shown] for view, columns in views.items()}
         for view, columns in views.items():
@@ -143,9 +220,9 @@ def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few):
         sampled.append(living_units(views))
         living.append(living_in_all)
     whole = [view for view in ("up", "down", "gate") if len(rows[view]) == len(ours)]
-    rows = {view: torch.cat(rows[view]) @ basis[view] for view in whole}  # (units, e) each
+    rows = {view: torch.cat(rows[view]) @ way.basis[view] for view in whole}  # (units, e) each
     for number in progress(theirs, desc="units of the suspect's layers", leave=False):
-        views = suspect.views(number)
+        views = way.views(number)
         living_theirs = living_units(views)
         shares = torch.zeros(len(ours))
         strengths = torch.zeros(len(ours))
@@ -164,21 +241,24 @@ def map_columns(base: Units, suspect: Units, basis, ours, theirs, units, few):
         yield number, views, shares, strengths
 
 
-def match_mlps(base, base_number, suspect, number, views, basis, null, units):
-    """The Row of an MLP of the suspect, of these `views`, with one of the base.
-
-    The units of the smaller MLP are sampled, so that all of them can be matched.
-    """
-    base_mlp, mlp = base.mlps[base_number], suspect.mlps[number]
-    chosen, base_views, base_living = base.sample(base_number, units)
+def match_mlps(way: Way, base_number, number, views, null, units):
+    """The Row of an MLP of the suspect, of these `views`, with one of the base."""
+    base_mlp, mlp = way.base.mlps[base_number], way.suspect.mlps[number]
+    chosen, base_views, base_living = way.base.sample(base_number, units)
     chosen_theirs = list(range(views["up"].shape[1]))
-    if base_living > living_units(views):
-        base_views = base.views(base_number)
+    if base_living > living_units(views):  # units of the smaller MLP are sampled: all can be matched
+        base_views = way.base.views(base_number)
         chosen = list(range(base_views["up"].shape[1]))
         chosen_theirs = evenly_spaced(len(chosen_theirs), units)
         views = {view: columns[:, chosen_theirs] for view, columns in views.items()}
-    places, partners, strengths = matched_in(base_views, views, basis)
-    by_chance, _, _ = matched_in(base_views, views, null)
+    matched = []  # as they are, and by chance
+    for basis in (way.basis, null):
+        neighbours = []
+        for view in [view for view in base_views if view in views]:
+            correlations = base_views[view].T @ basis[view] @ views[view]  # (n, m)
+            neighbours.append(mutual_neighbours(correlations.abs_()))
+        matched.append(matched_units(neighbours))
+    (places, partners, strengths), (by_chance, _, _) = matched
     r = strengths.median().item() if len(places) else 0.0
     base_units = torch.tensor(chosen)[places]
     suspect_units = torch.tensor(chosen_theirs)[partners]
@@ -187,15 +267,15 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units):
         # The gate, if both have one: signs of up can be flipped. If units that match well are far, it is up.
         for view in ("gate", "up"):
             if view in base_views and view in views and (far is None or far > r >= BASE_R):
-                ours = base.rows(base_number, view)[base_units]
-                theirs = suspect.rows(number, view)[suspect_units]
+                ours = way.base.rows(base_number, view)[base_units]
+                theirs = way.suspect.rows(number, way.role(view))[suspect_units]
                 far = distance(ours, theirs)
     return Row(
         layer=mlp.layer,
         label=mlp.label,
         closest=base_mlp.layer,
         base_label=base_mlp.label,
-        num_middle=base.stack.is_middle(base_mlp.layer) + suspect.stack.is_middle(mlp.layer),
+        num_middle=way.base.stack.is_middle(base_mlp.layer) + way.suspect.stack.is_middle(mlp.layer),
         found=len(places),
         units=min(living_units(base_views), living_units(views)),
         r=r,
@@ -203,16 +283,6 @@ def match_mlps(base, base_number, suspect, number, views, basis, null, units):
         in_place=int((base_units == suspect_units).sum()),
         distance=far,
     )
-
-
-def matched_in(base_views, views, basis):
-    """The `matched_units` of some units of a base and of a suspect, by the views that both have."""
-    neighbours = []
-    for view in base_views:
-        if view in views:
-            correlations = base_views[view].T @ basis[view] @ views[view]  # (n, m)
-            neighbours.append(mutual_neighbours(correlations.abs_()))
-    return matched_units(neighbours)
 
 
 def distance(rows_a, rows_b):

@@ -80,28 +80,35 @@ class Row:
         return self.found / max(1, self.units)
 
 
+@dataclass
+class Match:
+    """What two stacks have in common by their hidden units, in the likeliest way to read them."""
+
+    rows: list = field(default_factory=list)  # of the suspect's MLPs that were looked for
+    layer_map: dict = field(default_factory=dict)  # `share`, by MLPs of the `base` and of the `suspect`
+    num_tokens: int = 0  # that they share; 0: units were not looked for
+    table_likeness: float | None = None  # in any basis: 1 of a copy; None: too few tokens
+
+
 @dataclass(eq=False)
 class Pair:
     """A stack of the base and one of the suspect: their rows, and what no layer has."""
 
-    rows: list = field(default_factory=list)
-    layer_map: dict = field(default_factory=dict)  # `share`, by MLPs of the `base` and of the `suspect`
-    num_tokens: int = 0  # that they share; 0: units were not looked for
-    table_likeness: float | None = None  # in any basis: 1 of a copy; None: too few tokens
-    base: object = None  # the Stacks
-    suspect: object = None
-    coordinates: dict = field(default_factory=dict)  # tests of the layers' ("body") and of the "embedding"
-    lack: str = ""  # why hidden units cannot tell; "" if they can
-    may_hide: bool = True  # may there be hidden units that were not found?
+    base: object  # the Stacks
+    suspect: object
+    match: Match
+    coordinates: dict  # tests of the layers' ("body") and of the "embedding"
     bare: str = ""  # what models without layers have in their place
-    unread: str = ""  # what was not looked at
+    rows: list = field(default_factory=list)
+    lack: str = ""  # why hidden units cannot tell; "" if they can
     verdict: str = ""
     reason: str = ""  # which of the rules below gave the verdict
 
     @property
-    def searched(self):
-        """The rows of MLPs that were looked for in the base."""
-        return [row for row in self.rows if row.closest]
+    def may_hide(self):
+        """May there be hidden units that were not found?"""
+        hides = self.base.hides or self.suspect.hides
+        return hides or (self.base.may_have_units and self.suspect.may_have_units)
 
     @property
     def with_units(self):
@@ -138,12 +145,15 @@ def mark_units(rows):
 
 
 def fill(pair, equal, namesakes):
-    """Add the rows of layers without a match, and grounds: `equal` layers by the suspect's number, and
-    `namesakes`, for each layer of the suspect the base's number, and how far the two correlate."""
-    seen = {row.layer for row in pair.rows}
+    """Give a Pair its rows, with grounds: those that were matched, and those of all other layers.
+
+    `equal` has layers of the same bits by the suspect's number, and `namesakes`, for each layer of the
+    suspect, the base's number, and how far the two correlate.
+    """
+    matched = {row.layer for row in pair.match.rows}
     layers = range(1, len(pair.suspect.layers) + 1)
-    pair.rows += [Row(layer, f"layer {layer}") for layer in layers if layer not in seen]
-    pair.rows.sort(key=lambda row: row.layer)
+    others = [Row(layer, f"layer {layer}") for layer in layers if layer not in matched]
+    pair.rows = sorted(pair.match.rows + others, key=lambda row: row.layer)
     for row in pair.rows:
         namesake, r = namesakes.get(row.layer, (0, 0.0))
         if row.layer in equal:
@@ -154,32 +164,27 @@ def fill(pair, equal, namesakes):
             row.ground, row.base_layer = "coordinates", namesake
 
 
-def look_for_gaps(pair, *names):
-    """Tell a Pair of models of these names what was not looked at, and why hidden units cannot tell."""
-    told, lacks = [], [pair.lack] if pair.lack else []
-    for stack, name in zip((pair.base, pair.suspect), names):
-        shares = {what: f"{share:.0%}" for what, share in stack.unread.items()}
-        told += [f"{what} ({share} of {name}'s layers)" for what, share in shares.items() if share != "0%"]
+def why_units_cannot_tell(pair, lack):
+    """Why hidden units cannot tell two stacks apart; "" if they can. `lack`: why no way could be compared."""
+    lacks = [lack] if lack else []
+    for stack in (pair.base, pair.suspect):
         if stack.hides:
-            lacks.append(f"not all of {name} was looked at")
+            lacks.append(f"not all of {stack.model} was looked at")
         if stack.missing:
-            lacks.append(f"no {stack.missing} found in {name}")
+            lacks.append(f"no {stack.missing} found in {stack.model}")
         elif stack.may_lack_table:
-            lacks.append(f"no embedding matrix but what may be a head found in {name}")
-    rows = pair.searched
+            lacks.append(f"no embedding matrix but what may be a head found in {stack.model}")
+    rows, num_tokens = pair.match.rows, pair.match.num_tokens
     width = min(pair.base.width, pair.suspect.width)
     if not rows and not lacks:
         lacks.append("units cannot be seen through these embedding matrices")
-    elif rows and pair.num_tokens < FEWEST_TOKENS * width:
-        lacks.append(f"they share {pair.num_tokens:,} tokens, too few for a width of {width:,}")
+    elif rows and num_tokens < FEWEST_TOKENS * width:
+        lacks.append(f"they share {num_tokens:,} tokens, too few for a width of {width:,}")
     elif rows and max(row.units for row in rows) < FEWEST_UNITS:
         lacks.append(f"no layer has {FEWEST_UNITS} hidden units that live in both models")
     elif rows and all(row.by_chance >= BASE_SHARE * row.units for row in rows):
         lacks.append("what units read and write is so alike that chance finds as many as a copy would have")
-    pair.unread = " and ".join(told)
-    pair.lack = " and ".join(lacks)
-    hides = pair.base.hides or pair.suspect.hides
-    pair.may_hide = hides or (pair.base.may_have_units and pair.suspect.may_have_units)
+    return " and ".join(lacks)
 
 
 def distinct(pairs):
@@ -187,9 +192,9 @@ def distinct(pairs):
     return min(len({layer for layer, _ in pairs}), len({base_layer for _, base_layer in pairs}))
 
 
-def is_between(pair):
+def is_above_strangers(pair):
     """Is more matched in some layer than in layers of unrelated models that stand there?"""
-    shared = [row for row in pair.searched if row.is_beyond_chance]
+    shared = [row for row in pair.match.rows if row.is_beyond_chance]
     return any(row.share >= UNRELATED_SHARE[row.num_middle] for row in shared)
 
 
@@ -206,11 +211,11 @@ def judge_stacks(pair):
         return INCONCLUSIVE, "coordinates"
     if pair.lack:
         return (INCONCLUSIVE, "hidden") if undecided or pair.may_hide else (NO_EVIDENCE, "unseen")
-    return (INCONCLUSIVE, "between") if is_between(pair) else (NO_EVIDENCE, "units")
+    return (INCONCLUSIVE, "between") if is_above_strangers(pair) else (NO_EVIDENCE, "units")
 
 
 def judge_models(pairs):
-    """The verdict of two models, the pair of stacks that gave it, and all pairs.
+    """The verdict of two models, and the pair of stacks that gave it.
 
     Each stack that may be the language model counts by the one of the other model that it is closest to (that
     reads tokens, too, or does not, if there is one). All must be kin, and none may hide a child.
@@ -225,7 +230,7 @@ def judge_models(pairs):
         closest.append(min(alike or own, key=lambda pair: OF_ONE_STACK.index(pair.verdict)))
     told = max(closest, key=lambda pair: OF_ALL_STACKS.index(pair.verdict))
     have_part = told.verdict != SAME_BIRTH and any(pair.verdict == SAME_BIRTH for pair in pairs)
-    return PART_IN_COMMON if have_part else told.verdict, told, pairs
+    return PART_IN_COMMON if have_part else told.verdict, told
 
 
 def language_models(stacks):
@@ -238,12 +243,12 @@ def language_models(stacks):
     first = stacks[0]
     least = A_TENTH * max(stack.size for stack in stacks)
     models = []
-    for stack in stacks:
-        is_like = stack.named != [] or not stack.reads_images or stack.rank == first.rank
-        is_draft = len(stack.layers) == 1 and not stack.has_own_table
+    for place, stack in enumerate(stacks):
+        is_like = bool(stack.named) or not stack.reads_images or stack.rank == first.rank
+        is_draft = len(stack.layers) == 1 and not stack.has_own_table(stacks[:place])
         is_large = stack.size >= (first.size if first.has_head else least)
-        may_have_mlps = stack.mlps != [] or (stack.tables != [] and stack.hides)
-        is_whole = may_have_mlps or first.mlps == []
+        may_have_mlps = stack.mlps or (stack.tables and stack.hides)
+        is_whole = may_have_mlps or not first.mlps
         if is_whole and stack.size >= least and (is_large or (is_like and not is_draft)):
             models.append(stack)
     return models or [first]

@@ -1,23 +1,17 @@
-"""What is said of two models? The row of a verdict, and a sentence with its reason (ours).
-
-`lineage/compare.py` fills and groups the table that is told here.
-"""
+"""What is said of two models? The row of a verdict, and a sentence with its reason (ours)."""
 
 import numpy as np
 
-from lineage.compare import Model, compare, read_model  # noqa: F401
-from lineage.table import BASE_R, HALF, PART_IN_COMMON, SAME_BIRTH, SAME_TABLE, Pair, is_between
+from lineage.table import BASE_R, HALF, PART_IN_COMMON, SAME_BIRTH, SAME_TABLE, is_above_strangers
 
+COLUMNS = "verdict sentence units units_found units_share r layer base_layer distance body_r body_z "
+COLUMNS += "body_log10_p embedding_z table_likeness part base_part"
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
+OTHERS_TABLE = "embedding matrices that were not seen to agree"
 
 
-def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1024, layers=None):
-    """The row of a pair (verdict, sentence, their numbers), and for figures its `layers` and `layer_map`.
-
-    Up to `units` hidden units are looked for in each of up to `layers` layers (None: in all, or in some of
-    large models); `seed` is of the permutations. What cannot be had of two models is null in the row.
-    """
-    verdict, pair, pairs = compare(base, suspect, seed, permutations, units, layers)
+def explain(base, suspect, pairs, verdict, pair):
+    """The row of two Models, null where there is nothing, and for figures its `layers` and `layer_map`."""
     proviso = ""
     if base.vocabulary and suspect.vocabulary:
         proviso = ", if their tokenizers tell the truth"
@@ -27,20 +21,26 @@ def compare_pair(base: Model, suspect: Model, seed=0, permutations=9999, units=1
     if len(pairs) > 1:
         sentence = f"its {title(pair.suspect)} and the base's {title(pair.base)}: {sentence}"
     row = row_of(pair) | {"verdict": verdict}
-    kin = [each for each in pairs if each.verdict == SAME_BIRTH]
+    kin = [other for other in pairs if other.verdict == SAME_BIRTH]
     if verdict == PART_IN_COMMON:
-        common = max(kin, key=lambda each: each.suspect.size)
+        common = max(kin, key=lambda other: other.suspect.size)
         row |= {"part": common.suspect.name, "base_part": common.base.name}
         how = "bit for bit" if all(row.ground == "bits" for row in common.rows) else "; ".join(found(common))
         copied = f"its {title(common.suspect)} is the base's {title(common.base)}, {how}"
         sentence = f"{copied}; the language models: {pair.verdict} ({sentence})"
     elif verdict == SAME_BIRTH:
-        kin_stacks = [each.suspect for each in kin]
+        kin_stacks = [other.suspect for other in kin]
         for stack in suspect.stacks:
             if stack is not pair.suspect:
                 said = "of one birth, too" if stack in kin_stacks else "not seen to be the base's"
                 sentence += f"; {said}: its {title(stack)}"
-    return row | {"sentence": sentence}, {"layers": layer_rows(pair), "layer_map": pair.layer_map}
+    return row | {"sentence": sentence}, {"layers": layer_rows(pair), "layer_map": pair.match.layer_map}
+
+
+def unread_row(error):
+    """The row of a suspect that cannot be read: why not, and nothing else; and no layers."""
+    row = dict.fromkeys(COLUMNS.split()) | {"verdict": "not read", "sentence": str(error)}
+    return row, {"layers": [], "layer_map": {}}
 
 
 def title(stack):
@@ -49,40 +49,26 @@ def title(stack):
     return f"`{stack.name or '*'}` ({depth} layer{'s' if depth != 1 else ''})"
 
 
-def row_of(pair: Pair):
-    """The numbers of a pair; of units those of the layer that the sentence tells."""
-    told = told_row(pair)
-    body = pair.coordinates.get("body", {})
-    return {
-        "verdict": pair.verdict,
-        "sentence": "",
-        "units": told and told.units,
-        "units_found": told and told.found,
-        "units_share": told and told.share,
-        "r": told and told.r,
-        "layer": told and told.layer,
-        "base_layer": told and told.closest,
-        "distance": mean_distance(pair),
-        "body_r": body.get("matched"),
-        "body_z": body.get("z"),
-        "body_log10_p": body.get("log10_p"),
-        "embedding_z": pair.coordinates.get("embedding", {}).get("z"),
-        "table_likeness": pair.table_likeness,
-        "part": None,
-        "base_part": None,
-    }
+def row_of(pair):
+    """The numbers of a pair; of units those of the layer that counts."""
+    row = dict.fromkeys(COLUMNS.split()) | {"verdict": pair.verdict, "distance": mean_distance(pair)}
+    layer = decisive_row(pair)
+    if layer:
+        row |= {"units": layer.units, "units_found": layer.found, "units_share": layer.share, "r": layer.r}
+        row |= {"layer": layer.layer, "base_layer": layer.closest}
+    if "body" in pair.coordinates:
+        body = pair.coordinates["body"]
+        row |= {"body_r": body["matched"], "body_z": body["z"], "body_log10_p": body["log10_p"]}
+    if "embedding" in pair.coordinates:
+        row["embedding_z"] = pair.coordinates["embedding"]["z"]
+    return row | {"table_likeness": pair.match.table_likeness}
 
 
-def unread_row(error):
-    """The row of a suspect that cannot be read: why not, and nothing else."""
-    return dict.fromkeys(row_of(Pair())) | {"verdict": "not read", "sentence": str(error)}
-
-
-def told_row(pair):
-    """The row that is told: the least of those whose units are the base's, else the one with most."""
+def decisive_row(pair):
+    """The row that counts: the least of those whose units are the base's, else the one with most."""
     if pair.with_units:
         return min(pair.with_units, key=lambda row: row.share)
-    return max(pair.searched, key=lambda row: row.share, default=None)
+    return max(pair.match.rows, key=lambda row: row.share, default=None)
 
 
 def layer_rows(pair):
@@ -90,10 +76,10 @@ def layer_rows(pair):
     rows = []
     for row in pair.rows:
         if row.closest or row.ground:
-            told = {"layer": row.label, "base_layer": row.base_label or f"layer {row.base_layer}"}
+            shown = {"layer": row.label, "base_layer": row.base_label or f"layer {row.base_layer}"}
             for key in ("found", "units", "share", "r", "by_chance", "distance"):
-                told[key] = getattr(row, key) if row.closest else None
-            rows.append(told | {"is_base": row.ground != "", "ground": row.ground})
+                shown[key] = getattr(row, key) if row.closest else None
+            rows.append(shown | {"is_base": row.ground != "", "ground": row.ground})
     return rows
 
 
@@ -104,25 +90,40 @@ def mean_distance(pair):
 
 
 def sentence_of(pair, proviso):
-    """Why a pair has its verdict, in plain words."""
-    table = table_phrase(pair)
-    units = pair.lack or units_phrase(pair)
-    body = coordinates_phrase(pair)
-    evidence = "; ".join(found(pair))
-    few = "but not in every kind of matrix of two layers: a part may have been copied"
-    copied = "but no other layer's: one layer may have been copied"
-    between = "more than unrelated models share there, but fewer, or more weakly, than a child"
-    sentence = {
-        "bare": f"nothing to compare: {pair.bare}; {table}",
-        "layers": "; ".join([evidence, *changes(pair), table]),
-        "one layer": f"{evidence}, {copied}; {table}; {REMEDY}",
-        "coordinates": f"{body}, {few}; {units}; {table}; {REMEDY}",
-        "hidden": f"{body}, but a changed basis would hide a child, and {units}",
-        "unseen": f"{body}; a child whose basis was changed would not be seen: {units}",
-        "between": f"{units}: {between}; {table}; {REMEDY}",
-        "units": f"{units}{proviso}; {table}",
-    }[pair.reason]
-    return f"{sentence}; not looked at: {pair.unread}" if pair.unread else sentence
+    """Why a pair has its verdict, in plain words; what was not looked at."""
+    unread = []
+    for stack in (pair.base, pair.suspect):
+        shares = {what: f"{share:.0%}" for what, share in stack.unread.items()}
+        of_model = f"of {stack.model}'s layers"
+        unread += [f"{what} ({share} {of_model})" for what, share in shares.items() if share != "0%"]
+    reason = reason_of(pair, proviso)
+    return f"{reason}; not looked at: {' and '.join(unread)}" if unread else reason
+
+
+def reason_of(pair, proviso):
+    """The sentence of the rule that gave the verdict of a pair."""
+    match pair.reason:
+        case "bare":
+            return f"nothing to compare: {pair.bare}; {table_phrase(pair)}"
+        case "layers":
+            return "; ".join([*found(pair), *changes(pair), table_phrase(pair)])
+        case "one layer":
+            copied = "but no other layer's: one layer may have been copied"
+            return f"{'; '.join(found(pair))}, {copied}; {table_phrase(pair)}; {REMEDY}"
+        case "coordinates":
+            few = "but not in every kind of matrix of two layers: a part may have been copied"
+            return f"{coordinates_phrase(pair)}, {few}; {units_phrase(pair)}; {table_phrase(pair)}; {REMEDY}"
+        case "hidden":
+            hidden = "but a changed basis would hide a child, and"
+            return f"{coordinates_phrase(pair)}, {hidden} {pair.lack}"
+        case "unseen":
+            unseen = "a child whose basis was changed would not be seen"
+            return f"{coordinates_phrase(pair)}; {unseen}: {pair.lack}"
+        case "between":
+            between = "more than unrelated models share there, but fewer, or more weakly, than a child"
+            return f"{units_phrase(pair)}: {between}; {table_phrase(pair)}; {REMEDY}"
+        case "units":
+            return f"{units_phrase(pair)}{proviso}; {table_phrase(pair)}"
 
 
 def found(pair):
@@ -140,16 +141,16 @@ def found(pair):
 
 def matched_phrase(pair):
     """How many units were matched, and in which layers; of the base's, unless each is in its own place."""
-    least = told_row(pair)
-    origins = {row.layer: row.closest for row in pair.with_units}
-    count = f"{least.found:,} of {least.units:,}"
-    if any(row.share > least.share for row in pair.with_units):
-        count = f"at least {count}"
-    layers = f"{len(origins)} of {len({row.layer for row in pair.searched})} layers"
-    if len(pair.with_units) == len(pair.searched):
+    least = decisive_row(pair)
+    rows = pair.with_units
+    origins = {row.layer: row.closest for row in rows}
+    layers = f"{len(origins)} of {len({row.layer for row in pair.match.rows})} layers"
+    if len(rows) == len(pair.match.rows):
         layers = "every layer"
-    phrase = f"{count} hidden units of {layers} were matched"
-    if any(row.units != least.units for row in pair.with_units):
+    phrase = f"{least.found:,} of {least.units:,} hidden units of {layers} were matched"
+    if any(row.share > least.share for row in rows):
+        phrase = f"at least {phrase}"
+    if any(row.units != least.units for row in rows):
         phrase += f" ({least.share:.0%} of layer {least.layer})"
     if least.r < BASE_R:
         phrase += f", weakly (r = {least.r:.2f})"
@@ -173,17 +174,19 @@ def layers_phrase(numbers):
 
 def units_phrase(pair):
     """How many units were matched of a suspect that is not seen to be a child, and what that means."""
-    most = told_row(pair)
-    if most is None:
-        return "no hidden units were looked for"
+    if pair.lack:
+        return pair.lack
+    most = decisive_row(pair)
     phrase = f"at most {most.found:,} of {most.units:,} hidden units of a layer were matched"
-    num_read, depth = len({row.layer for row in pair.searched}), len(pair.suspect.layers)
+    num_read, depth = len({row.layer for row in pair.match.rows}), len(pair.suspect.layers)
     if num_read < depth:
         phrase += f" ({num_read} of {depth} layers were read)"
     if not most.is_beyond_chance:
         return f"{phrase}, as by chance"
     phrase += f" ({most.share:.0%} of layer {most.layer}, r = {most.r:.2f})"
-    return phrase if is_between(pair) else f"{phrase}, as of unrelated models that learnt the same words"
+    if is_above_strangers(pair):
+        return phrase
+    return f"{phrase}, as of unrelated models that learnt the same words"
 
 
 def changes(pair):
@@ -217,15 +220,15 @@ def table_phrase(pair):
     """Is the suspect's embedding matrix the base's, in whatever basis?"""
     if not (pair.base.tables and pair.suspect.tables):
         return "not both have an embedding matrix"
-    likeness = pair.table_likeness
+    likeness = pair.match.table_likeness
     if likeness is None and pair.agrees("embedding"):
         likeness = pair.coordinates["embedding"]["matched"]
     if likeness is None:
-        return "embedding matrices that were not seen to agree"
+        return OTHERS_TABLE
     if likeness > SAME_TABLE:
         return "the base's embedding matrix"
     if pair.agrees("embedding") or pair.with_units:  # units are matched as the base's matrix alone shows them
         return "the base's embedding matrix, changed"
     if likeness > HALF or any(row.ground for row in pair.rows):
-        return "embedding matrices that were not seen to agree"
+        return OTHERS_TABLE
     return "a different embedding matrix"

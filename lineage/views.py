@@ -7,7 +7,7 @@ V tokens is Q R, so that d numbers, R times a unit's weights, say all but Q, whi
 
 import functools
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from lib.random import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage.layout import BATCH, TRIED, WRITES, units_of
+from lineage.layout import BATCH, WRITES, units_of
 
 MOST_TOKENS = 2**16  # evenly spaced, that two models' tables are compared by
 LONGEST_ROW = 10.0  # of a table, in units of the median: one token must not drown all others
@@ -27,7 +27,6 @@ RIDGE = 3.0  # of decorrelation: half more units are found under noise of three 
 NEGATIVE_GAINS = 0.01  # share of a model's gains: language models have 0.002 at most, less one they have 0.15
 # Families that store gain - 1; in a .gguf file they do not
 GAINS_FROM_ONE = set("gemma gemma2 gemma3 gemma3_text paligemma qwen3_next nemotron".split())
-EXCHANGED = {"gate": "up", "up": "gate"}
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class Reading:
     from_one: bool  # gains are stored less one
     backward: bool  # of two matrices of an MLP without names the other one writes
     turned: bool  # square matrices of MLPs are stored the other way
-    exchanged: bool = False  # the gate is called up
 
 
 def readings(stack):
@@ -62,26 +60,9 @@ def readings(stack):
     return [Reading(*choice) for choice in choices]
 
 
-class Tables:
-    """A checkpoint's embedding matrix and head (V, d), by name, clipped, and their roots: read once."""
-
-    def __init__(self, source):
-        self.source = source
-        self.root = functools.cache(lambda names: root_of(self.read(names)))
-        self.read = functools.cache(self.compute)
-
-    def compute(self, names):
-        """A table (V, e) as it is, or through a projection (d, e) or (e, d) to the stream."""
-        table, *projections = [self.source.read(name) for name in names]
-        for projection in projections:
-            turned = projection if projection.shape[0] == table.shape[1] else projection.T
-            table = table.float() @ turned.float()
-        return clipped(table)
-
-
 def hidden_units(stack):
     """The Units of a stack by each Reading of it."""
-    tables = Tables(stack.source)
+    tables = {}
     return [Units(stack, reading, tables) for reading in readings(stack)]
 
 
@@ -91,18 +72,15 @@ class Units:
     def __init__(self, stack, reading=None, tables=None, directions=None):
         self.stack = stack
         self.reading = reading or readings(stack)[0]
-        self.tables = tables or Tables(stack.source)
         self.directions = directions or {}  # by view, (k, d): those of Q that are seen; {}: all
         self.width = stack.width
         self.mlps = stack.mlps
         table, head = self.reading.table, self.reading.head
-        shapes = stack.source.shapes
-        self.num_tokens = min(shapes[table[0]][0], shapes[head[0]][0])
         self.tables_of = {"gate": table, "up": table, "down": head}  # what each view is seen through
+        self.num_tokens = min(stack.source.shapes[names[0]][0] for names in (table, head))
         self.layers = sorted({mlp.layer for mlp in self.mlps})  # that have MLPs
-        self.root = functools.cache(self.compute_root)
-        self.views = functools.lru_cache(TRIED)(self.compute_views)
-        self.sample = functools.cache(self.compute_sample)  # of a base, for many suspects
+        self.tables = {} if tables is None else tables  # what `table` has read, for all readings of the stack
+        self.samples = {}  # of a base, for many suspects
 
     def seen_in(self, rows):
         """The same units in the directions of Q that rows (k, d) by view span; no wide ones: in all."""
@@ -117,16 +95,23 @@ class Units:
         numbers = keyed_generator("directions", self.width).standard_normal((DIRECTIONS, self.width), "f4")
         return self.seen_in(dict.fromkeys(self.tables_of, torch.from_numpy(numbers)))
 
-    def with_gate_as_up(self):
-        """The same units, of which the gate is called up."""
-        units = Units(self.stack, replace(self.reading, exchanged=True), self.tables, self.directions)
-        units.views = lambda number: {EXCHANGED.get(view, view): x for view, x in self.views(number).items()}
-        return units
+    def table(self, view):
+        """The table (V, d) that a view is seen through, clipped, and R (d, d) of its QR decomposition."""
+        names = self.tables_of[view]
+        if names not in self.tables:
+            table, *projections = [self.stack.source.read(name) for name in names]
+            for projection in projections:  # (d, e) or (e, d)
+                turned = projection if projection.shape[0] == table.shape[1] else projection.T
+                table = table.float() @ turned.float()
+            table = clipped(table)
+            self.tables[names] = (table, root_of(table))
+        return self.tables[names]
 
-    def compute_root(self, view):
-        """What leads from rows to a view: R (d, d) of its table, or its `directions`, (k, d)."""
-        root = self.tables.root(self.tables_of[view])
-        return self.directions[view] @ root if self.directions else root
+    @functools.cached_property
+    def roots(self):
+        """What leads from rows to each view: R (d, d) of its table, or its `directions`, (k, d)."""
+        roots = {view: self.table(view)[1] for view in self.tables_of}
+        return {view: self.directions[view] @ roots[view] for view in self.directions} or roots
 
     def numbers(self, limit=None):
         """The numbers of the MLPs in up to `limit` layers, evenly spaced; of many experts MOST_EXPERTS."""
@@ -136,7 +121,7 @@ class Units:
             numbers += [there[i] for i in evenly_spaced(len(there), MOST_EXPERTS)]
         return numbers
 
-    def compute_views(self, number):
+    def views(self, number):
         """The views of an MLP's units by name, (d, m) float32 each: columns of norm 1, or 0 for dead units.
 
         Q of a view's table times a column is what a unit reads of, or writes to, each token, decorrelated.
@@ -147,22 +132,23 @@ class Units:
         living = torch.stack(list(largest.values())).gt(0).all(dim=0)
         views = {}
         for view, weights in rows.items():
-            columns = self.root(view) @ weights.div_(largest[view].clamp(min=1e-30)[:, None]).T
+            columns = self.roots[view] @ weights.div_(largest[view].clamp(min=1e-30)[:, None]).T
             views[view] = decorrelated(columns * (living / columns.norm(dim=0).clamp(min=1e-30)))
         return views
 
-    def compute_sample(self, number, limit):
+    def sample(self, number, limit):
         """Up to `limit` of an MLP's units, evenly spaced: their numbers, views, and how many units live."""
-        views = self.views(number)
-        chosen = evenly_spaced(views["up"].shape[1], limit)
-        return chosen, {view: columns[:, chosen] for view, columns in views.items()}, living_units(views)
+        if (number, limit) not in self.samples:
+            views = self.views(number)
+            chosen = evenly_spaced(views["up"].shape[1], limit)
+            shown = {view: columns[:, chosen] for view, columns in views.items()}
+            self.samples[number, limit] = (chosen, shown, living_units(views))
+        return self.samples[number, limit]
 
     def rows(self, number, view):
         """An MLP's units by what a view has of them, (m, d) float32, with the gains of the norms around."""
         mlp = self.mlps[number]
         role = view
-        if self.reading.exchanged:
-            role = EXCHANGED.get(view, view)
         if self.reading.backward and len(mlp.views) == 2 and not mlp.is_named:
             role = {"up": "down", "down": "up"}[view]
         name = mlp.matrices.get(role, mlp.matrices.get("gate_up"))
@@ -190,12 +176,6 @@ class Units:
         return self.stack.source.read(norm).float() + self.reading.from_one if norm else 1.0
 
 
-def layers_to_read(base: Units, suspect: Units, limit):
-    """The numbers of the MLPs of each model that are compared: of a base of another depth all."""
-    has_same_depth = len(base.layers) == len(suspect.layers)
-    return base.numbers(limit if has_same_depth else None), suspect.numbers(limit)
-
-
 def residual_rows(stack, name, weight, turned=False, writes=None) -> Tensor:
     """A matrix of a stack, or several, as rows along the stream, (n, width): a writer's are its columns.
 
@@ -210,36 +190,6 @@ def residual_rows(stack, name, weight, turned=False, writes=None) -> Tensor:
     if not by_columns:
         weight = weight.transpose(-1, -2)
     return weight.reshape(-1, stack.width)
-
-
-def seen_alike(base, suspect, tokens):
-    """Two models, wide ones seen in the same few directions of the base's Q; their `tokens`; their basis."""
-    basis = basis_correlations(base, suspect, tokens)
-    base = base.seen_in_few
-    for view, directions in base.directions.items():
-        basis[view] = directions @ basis[view]
-    suspect = suspect.seen_in(basis)
-    for view, directions in suspect.directions.items():
-        basis[view] = basis[view] @ directions.T
-    return base, suspect, tokens, basis
-
-
-def basis_correlations(base: Units, suspect: Units, tokens):
-    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e)."""
-    chosen = evenly_spaced(len(tokens[0]), MOST_TOKENS)
-    ids_a, ids_b = (ids[chosen] for ids in tokens)
-    basis = {}
-    for view in ("up", "down"):
-        names = (base.tables_of[view], suspect.tables_of[view])
-        if view == "down" and names == (base.tables_of["up"], suspect.tables_of["up"]):
-            basis[view] = basis["up"]  # both heads are tied
-            continue
-        a, b = base.tables.read(names[0]), suspect.tables.read(names[1])
-        to_a = whitener(a, ids_a, base.tables.root(names[0]))
-        to_b = whitener(b, ids_b, suspect.tables.root(names[1]))
-        basis[view] = to_a @ cross_products(a, ids_a, b, ids_b).float() @ to_b.T
-    basis["gate"] = basis["up"]
-    return basis
 
 
 def whitener(table, ids, root):

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.stats import kendalltau
@@ -10,8 +11,6 @@ from torch import Tensor
 from init import variant
 from lib.runtime import default_batch_size, progress
 from model import Transformer, causal_attention, with_sink
-
-EPSILON = 0.3  # a head is a sink head of a sequence if its alpha_1 there is above this (arXiv 2410.10781)
 
 
 def weights_on(q: Tensor, k: Tensor, positions: Tensor, sink_key=None) -> Tensor:
@@ -65,36 +64,6 @@ def uniform_alpha(T):
     return (1 / torch.arange(1, T + 1).double()).mean().item()
 
 
-def sink_statistics(model: Transformer, tokens: Tensor):
-    """A row about the sink at position 1 of sequences (n, T), and alpha_1 (n, L, H).
-
-    `norm_ratio` and `value_ratio` are `ratio_of_first` of the stream and of the heads' values, averaged over
-    sequences and layers. `constant_alpha` is the attention to an explicit sink; it is 0 if there is none.
-    """
-    positions = (1, 0) if model.config.explicit_sink else (1,)
-    alphas, norms, values = [], [], []
-
-    def on_state(layer, x):
-        if layer > 0:  # 0 is the input
-            norms.append(ratio_of_first(x))
-
-    def on_heads(layer, heads, q, k, v):
-        values.append(ratio_of_first(v).mean(1))
-
-    for part in batches(tokens):
-        alphas.append(attention_to(model, part, positions, on_heads, on_state))
-    alpha, *constant = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
-    row = {
-        "sink_rate": sink_share(alpha).mean().item(),
-        "mean_alpha1": alpha.mean().item(),
-        "max_alpha1": alpha.max().item(),
-        "constant_alpha": constant[0].mean().item() if constant else 0.0,
-        "norm_ratio": torch.cat(norms).mean().item(),
-        "value_ratio": torch.cat(values).mean().item(),
-    }
-    return row, alpha
-
-
 def ratio_of_first(vectors: Tensor) -> Tensor:
     """The norm at position 1 over the median norm of the other positions, of vectors (..., T, D)."""
     norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32)
@@ -107,41 +76,45 @@ def batches(tokens: Tensor):
     return progress(parts, desc="sequences", unit=" batches", leave=False)
 
 
-def sink_share(alpha: Tensor) -> Tensor:
-    """Each sequence's share of sink heads, (n,), from alpha_1 (n, L, H). Its mean is the sink rate."""
-    is_sink = alpha > EPSILON
-    return is_sink.float().mean(dim=(1, 2))
-
-
-class LayerMean:
-    """The mean over sequences of something in each layer. The sequences come in batches."""
+class Means:
+    """Means over sequences, which come in batches: of each name, something in each layer."""
 
     def __init__(self, num_sequences):
         self.num_sequences = num_sequences
-        self.means = defaultdict(float)  # by layer
+        self.of = defaultdict(lambda: defaultdict(float))  # by name, by layer
 
-    def add(self, layer, values: Tensor) -> None:
+    def add(self, name, layer, values: Tensor) -> None:
         """Add the values of a batch, (B, ...), or only their sum, (1, ...)."""
-        self.means[layer] += values.sum(0).cpu() / self.num_sequences
+        self.of[name][layer] += values.sum(0).cpu() / self.num_sequences
 
-    def stack(self) -> Tensor:
+    def stack(self, name) -> Tensor:
         """The means of all layers, (layers, ...)."""
-        return torch.stack([self.means[layer] for layer in sorted(self.means)])
+        return torch.stack(list(self.of[name].values()))
+
+    def add_heads(self, layer, heads: Tensor, q, k, v) -> None:
+        """Add the heads' outputs (B, H, T, Dh), whose spread `std` tells; an `on_heads`."""
+        self.add("heads", layer, heads.double())
+        self.add("squared heads", layer, heads.double().square())
+
+    def std(self, layer, dims=(0, 2)) -> Tensor:
+        """The heads' std over sequences and over `dims` of (H, T, Dh): of each position, (T,), by default."""
+        mean = self.of["heads"][layer].mean(dims)
+        square = self.of["squared heads"][layer].mean(dims)
+        return (square - mean.square()).clamp(min=0).sqrt()
 
 
 @torch.inference_mode()
 def constants_at(model: Transformer, tokens: Tensor, position=1):
     """The mean key and the mean value of a position over sequences (n, T): (L, G, Dh) each."""
-    keys = LayerMean(len(tokens))
-    values = LayerMean(len(tokens))
+    means = Means(len(tokens))
 
     def on_heads(layer, heads, q, k, v):
-        keys.add(layer, k[:, :, position - 1])
-        values.add(layer, v[:, :, position - 1])
+        means.add("key", layer, k[:, :, position - 1])
+        means.add("value", layer, v[:, :, position - 1])
 
     for part in batches(tokens[:, :position]):
         model.hidden(part, on_heads=on_heads)
-    return keys.stack(), values.stack()
+    return means.stack("key"), means.stack("value")
 
 
 def with_constants(model: Transformer, keys: Tensor, values: Tensor, layers=None) -> Transformer:
@@ -160,25 +133,7 @@ def with_constants(model: Transformer, keys: Tensor, values: Tensor, layers=None
     return other
 
 
-class RunningStd:
-    """The standard deviation of the heads' outputs, over sequences that come in batches, by layer."""
-
-    def __init__(self, num_sequences):
-        self.mean = LayerMean(num_sequences)  # (H, T, Dh)
-        self.square = LayerMean(num_sequences)
-
-    def on_heads(self, layer, heads, q, k, v) -> None:
-        self.mean.add(layer, heads.double())
-        self.square.add(layer, heads.double().square())
-
-    def std(self, layer, dims=(0, 2)):
-        """The std over sequences and over `dims` of (H, T, Dh): of each position, (T,), by default."""
-        mean = self.mean.means[layer].mean(dims)
-        square = self.square.means[layer].mean(dims)
-        return (square - mean.square()).clamp(min=0).sqrt()
-
-
-class Chain:
+class Chain(Means):
     """The links of SO's chain, by layer and position; `on_state` and `on_heads` go to `Transformer.hidden`.
 
     SO says (docs/sinks.md: what holds): a head's output is a mean of values. At position 1 it is one value,
@@ -190,69 +145,61 @@ class Chain:
     """
 
     def __init__(self, model: Transformer, num_sequences):
+        super().__init__(num_sequences)
         self.model = model
-        self.heads = RunningStd(num_sequences)
-        self.norm = LayerMean(num_sequences)  # the stream's norm, (T,)
-        self.disparity = LayerMean(num_sequences)  # the stream's disparity, (T,)
-        self.norm_ratio = LayerMean(num_sequences)  # as in `sink_statistics`
-        self.state = LayerMean(num_sequences)  # the stream, averaged over positions, (d,) float64
-        self.product = LayerMean(num_sequences)  # the stream's outer products, likewise, (d, d) float64
-        self.value_norm = LayerMean(num_sequences)  # (T,)
-        self.value_ratio = LayerMean(num_sequences)  # as in `sink_statistics`
-        self.key = LayerMean(num_sequences)  # keys divided by their norms, (G, T, Dh)
-        self.alpha = LayerMean(num_sequences)  # (T,)
 
     def on_state(self, layer, x) -> None:
         if layer > 0:  # 0 is the input
             flat = x.flatten(0, 1).double()  # (B T, d)
-            self.norm.add(layer, x.float().norm(dim=2))
-            self.norm_ratio.add(layer, ratio_of_first(x))
-            self.disparity.add(layer, disparity(x))
-            self.state.add(layer, x.double().mean(1))
-            self.product.add(layer, (flat.T @ flat)[None] / x.shape[1])
+            self.add("norm", layer, x.float().norm(dim=2))  # (T,)
+            self.add("norm_ratio", layer, ratio_of_first(x))
+            self.add("disparity", layer, disparity(x))  # (T,)
+            self.add("state", layer, x.double().mean(1))  # averaged over positions, (d,)
+            self.add("product", layer, (flat.T @ flat)[None] / x.shape[1])  # outer, likewise, (d, d)
 
     def on_heads(self, layer, heads, q, k, v) -> None:
-        self.heads.on_heads(layer, heads, q, k, v)
-        self.value_norm.add(layer, v.float().norm(dim=3).mean(1))
-        self.value_ratio.add(layer, ratio_of_first(v).mean(1))
-        self.key.add(layer, F.normalize(k.float(), dim=3))
-        positions = range(1, k.shape[2] + 1)
-        self.alpha.add(layer, mean_attention(q, k, positions, sink_key(self.model, layer)).mean(1))
+        self.add_heads(layer, heads, q, k, v)
+        self.add("value_norm", layer, v.float().norm(dim=3).mean(1))  # (T,)
+        self.add("value_ratio", layer, ratio_of_first(v).mean(1))
+        self.add("key", layer, F.normalize(k.float(), dim=3))  # (G, T, Dh), each divided by its norm
+        alpha = mean_attention(q, k, range(1, k.shape[2] + 1), sink_key(self.model, layer))
+        self.add("alpha", layer, alpha.mean(1))  # (T,)
 
     def links(self) -> dict[str, Tensor]:
         """Each link, (L, T). `key_alignment` is the norm of the mean key; 1 if all keys agree (ours)."""
-        return {
-            "std": torch.stack([self.heads.std(layer) for layer in self.alpha.means]),
-            "norm": self.norm.stack(),
-            "disparity": self.disparity.stack(),
-            "value_norm": self.value_norm.stack(),
-            "key_alignment": self.key.stack().norm(dim=3).mean(1),
-            "alpha": self.alpha.stack(),
-        }
+        links = {name: self.stack(name) for name in ("norm", "disparity", "value_norm", "alpha")}
+        links["std"] = torch.stack([self.std(layer) for layer in self.of["heads"]])
+        links["key_alignment"] = self.stack("key").norm(dim=3).mean(1)
+        return links
 
+    def by_position(self):
+        """A row for each layer and position: its links."""
+        links = self.links()
+        rows = []
+        for layer, position in np.ndindex(links["std"].shape):
+            values = {name: link[layer, position].item() for name, link in links.items()}
+            rows.append({"layer": layer + 1, "position": position + 1} | values)
+        return rows
 
-def replace_heads(model, k, changed, kind, factor):
-    """An `on_heads` that replaces the heads' outputs o_k at position k, in the `changed` layer or in "all".
-
-    With `self_mask` o_k becomes the value at k, as if k saw nothing else. With `amplify`, SO's, it becomes
-    mu + factor (o_k - mu), where mu is the mean of o_k over sequences; with `scale` it becomes factor o_k.
-    """
-
-    def on_heads(layer, heads, q, key, v):
-        if changed not in ("all", layer):
-            return None
-        o_k = heads[:, :, k - 1 : k]  # (B, H, 1, Dh)
-        if kind == "self_mask":
-            own = v[:, :, k - 1 : k].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
-            o_k = model.model.layers[layer - 1].self_attn.calibrate(own, k)  # k is the last of k positions
-        elif kind == "amplify":
-            mean = o_k.mean(0, keepdim=True)
-            o_k = mean + factor * (o_k - mean)
-        elif kind == "scale":
-            o_k = factor * o_k
-        return torch.cat((heads[:, :, : k - 1], o_k, heads[:, :, k:]), dim=2)
-
-    return on_heads
+    def by_layer(self):
+        """A row for each layer: its links at position 1, and those that have no position."""
+        links = self.links()
+        rows = []
+        for layer, block in enumerate(self.model.model.layers, start=1):
+            at_1 = {name: link[layer - 1, 0].item() for name, link in links.items()}
+            row = {
+                "layer": layer,
+                "std_ratio": at_1["std"] / links["std"][layer - 1, 1:].median().item(),
+                "disparity": at_1["disparity"],
+                "norm_ratio": self.of["norm_ratio"][layer].item(),
+                "value_ratio": self.of["value_ratio"][layer].item(),
+                "key_alignment": at_1["key_alignment"],
+                "effective_rank": effective_rank(self.of["state"][layer], self.of["product"][layer]),
+                "output_tau": output_tau(block.self_attn.o_proj.weight, self.std(layer, 1)),
+                "alpha1": at_1["alpha"],
+            }
+            rows.append(row)
+        return rows
 
 
 def disparity(states: Tensor) -> Tensor:

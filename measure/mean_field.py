@@ -6,7 +6,7 @@
 import torch
 from torch import nn
 
-from measure.theory import average, check_known, gaussian_grid, scales
+from measure.theory import average, gaussian_grid, scales, unknown
 
 
 @torch.inference_mode()
@@ -23,9 +23,10 @@ def mean_field(model, T):
 
     Matrices are squared entry by entry, [] is a mean over the dimensions of the stream, and g are the gains
     of the norm. The formulas neglect that early positions have another mean and P, that attention is
-    uneven, and biases of q, k and v. Raises Unknown.
+    uneven, and biases of q, k and v. None for an architecture that is `unknown`.
     """
-    check_known(model.config)
+    if unknown(model.config):
+        return None
     embedding = model.model.embed_tokens.weight
     mean = embedding.mean(0).double()
     K = torch.eye(T, dtype=torch.float64, device=embedding.device) * embedding.var().double()

@@ -1,7 +1,4 @@
-"""What does rounding to 8 bits cost a model, where some numbers of its stream are huge? (ours)
-
-`sinks.py transplant` asks it of a model with its sink and without.
-"""
+"""What does rounding to 8 bits cost a model, where some numbers of its stream are huge? (ours)"""
 
 import contextlib
 

@@ -22,24 +22,17 @@ from model import ACTIVATIONS, GATED
 KNOWN_SCHEMES = ("gpt2", "normal", "centered")
 
 
-class Unknown(Exception):
-    """Theory does not describe a newborn; the message names what it does not know."""
-
-
-def check_scheme(scheme) -> None:
-    """Raise Unknown for a scheme of `init.py` that theory does not describe."""
+def unknown(config, scheme="gpt2"):
+    """What of a newborn theory does not describe, in words; None if it describes it."""
     if scheme not in KNOWN_SCHEMES:
-        raise Unknown(f"--init {scheme}")
-
-
-def check_known(config) -> None:
-    """Raise Unknown for an architecture that theory does not describe."""
+        return f"--init {scheme}"
     if config.norm not in ("rmsnorm", "layernorm"):
-        raise Unknown(f"the norm {config.norm}")
+        return f"the norm {config.norm}"
     if config.attn_calibration != "none":
-        raise Unknown(f"the calibration {config.attn_calibration}")
+        return f"the calibration {config.attn_calibration}"
     if config.explicit_sink or config.biases or config.positions != "rope":
-        raise Unknown("explicit sinks, biases of all projections, and learned positions")
+        return "explicit sinks, biases of all projections, and learned positions"
+    return None
 
 
 def gaussian_grid(points, device="cpu"):
@@ -92,9 +85,10 @@ def mlp_kernel(mlp, s, d, scheme="gpt2"):
         sum k_n rho^n = (1/d) E phi(a) a phi(a') a' + (1 - 1/d) s^2 rho E phi(a) phi(a')
 
     Only the first term has a k_0, of order 1/d. `centered` does not remove it, because r differs in sign
-    from unit to unit.
+    from unit to unit. None for a scheme that theory does not know.
     """
-    check_scheme(scheme)
+    if scheme not in KNOWN_SCHEMES:
+        return None
 
     def unit(z):
         return ACTIVATIONS[mlp](s * z)
@@ -121,7 +115,8 @@ def relu_recursion(layers, scheme="gpt2"):
 
     kappa(1) = 1. `lost` is 0; for `centered` kappa(0) = 1/pi, units' mean product for orthogonal inputs.
     """
-    check_scheme(scheme)
+    if scheme not in KNOWN_SCHEMES:
+        return [None] * (layers + 1)
     lost = 1 / math.pi if scheme == "centered" else 0.0
     c = 0.0
     cosines = [c]
@@ -131,11 +126,6 @@ def relu_recursion(layers, scheme="gpt2"):
         c = (kappa - lost) / (1 - lost)
         cosines.append(c)
     return cosines
-
-
-def amplifier(c, T):
-    """Cosine of two sequences' averages over T positions, where all states have the cosine c (BB Prop. 4)."""
-    return c / (1 / T + (1 - 1 / T) * c)
 
 
 # ---- averaging: what attention does ------------------------------------------------------------------------
@@ -169,9 +159,8 @@ def covariances(config, T, scheme="gpt2", residual=True):
 
     R takes the same three steps as S, but its D is that of S. Products with M, which is `average`, are matrix
     products; every other product and power is entry by entry. The gains g_a and g_m, and v = e^(t^2) - 1, are
-    explained below. With residual=False a sublayer replaces the stream. Raises Unknown.
+    explained below. With residual=False a sublayer replaces the stream. Not for what is `unknown`.
     """
-    check_known(config)
     d = config.d_model
     residual_variance = residual_std(config, scheme) ** 2
     # The gain of a matrix is its fan-in times the variance of its weights. g_a is that of W_V times that of
@@ -205,5 +194,7 @@ def covariances(config, T, scheme="gpt2", residual=True):
 
 @functools.cache
 def kernel_recursion(config, T, scheme="gpt2"):
-    """Cosine of two sequences' last states, R_TT / S_TT, before (0) and after each block."""
+    """Cosine of two sequences' last states, R_TT / S_TT, before (0) and after each block; None if unknown."""
+    if unknown(config, scheme):
+        return [None] * (config.num_layers + 1)
     return [(R[-1, -1] / S[-1, -1]).item() for S, R in covariances(config, T, scheme)]

@@ -10,7 +10,6 @@
 """
 
 import contextlib
-from collections import defaultdict
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lib import kernels
-from measure import attention
+from measure.attention import Chain, Means, batches, disparity, mean_attention, sink_key
 from model import Transformer
 
 # The first prediction has one token to go by, and gains from anything in front of the text; the next seven
@@ -33,7 +32,7 @@ LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles dispari
 def hidden_units(model: Transformer, on_units):
     """Within this context `on_units(layer, units)` sees, and may replace, each MLP's units (B, T, d_ff).
 
-    `with hidden_units(model, replace_units(chosen)):` is a model with some units at zero.
+    `with hidden_units(model, zero_units(chosen)):` is a model with some units at zero.
     """
 
     def hook(layer, module, inputs):
@@ -72,6 +71,7 @@ class Activity:
     disparity: Tensor  # disparity of that stream, (L + 1,)
     at_1: Tensor  # activations at position 1, (L, d_ff)
     elsewhere: Tensor  # |activations| at the other positions, (L, d_ff)
+    chain: Chain | None = None  # the links of the same pass
 
     @property
     def layer(self):
@@ -113,20 +113,19 @@ class Activity:
         needed = share * self.state[layer].abs().max()
         return 1 + (sums < needed).sum().item()
 
-    def left(self, states: Tensor):
-        """The share of the sink's dimension that states (n, d) after `self.layer` keep."""
-        dimension = self.dimension(self.layer)
-        size = states[:, dimension].mean()
-        return (size / self.state[self.layer, dimension]).item()
-
     def removers(self, count):
         """The strongest removers of `self.layer`'s dimension, in any layer."""
         return ranked(-self.contributions(self.layer), count)
 
-    def strongest_elsewhere(self, count):
-        """The units that write most at other positions: |activation| times the norm of the down column."""
-        norms = torch.stack([down.float().norm(dim=0).cpu() for down in self.down])
-        return ranked(self.elsewhere * norms, count)
+    def layer_rows(self):
+        """A row for each layer: the chain's, and its builders if the layer makes a dimension dominate."""
+        rows = self.chain.by_layer()
+        jumps = self.jumps()
+        for row in rows:
+            layer = row["layer"]
+            row["dimension"] = self.dimension(layer) if layer in jumps else None
+            row["builders"] = names_of(self.builders(layer, 4)) if layer in jumps else None
+        return rows
 
     def describe(self, units):
         """A row for each (layer, unit). `down_share` is the dimension's share of the squared down column."""
@@ -149,25 +148,26 @@ class Activity:
 
 
 @torch.inference_mode()
-def observe(model: Transformer, tokens: Tensor, chain=None) -> Activity:
-    """The Activity of a model on tokens (n, T). A `measure.attention.Chain` can watch the same pass."""
-    state, disparities, at_1, elsewhere = [attention.LayerMean(len(tokens)) for _ in range(4)]
+def observe(model: Transformer, tokens: Tensor, with_chain=False) -> Activity:
+    """The Activity of a model on tokens (n, T)."""
+    means = Means(len(tokens))
+    chain = Chain(model, len(tokens)) if with_chain else None
 
     def on_state(layer, x):
-        state.add(layer, x[:, 0].float())
-        disparities.add(layer, attention.disparity(x[:, 0]))
+        means.add("state", layer, x[:, 0].float())
+        means.add("disparity", layer, disparity(x[:, 0]))
         if chain is not None:
             chain.on_state(layer, x)
 
     def on_units(layer, units):
-        at_1.add(layer, units[:, 0].float())
-        elsewhere.add(layer, units[:, 1:].float().abs().mean(1))
+        means.add("at_1", layer, units[:, 0].float())
+        means.add("elsewhere", layer, units[:, 1:].float().abs().mean(1))
 
     with hidden_units(model, on_units):
-        for part in attention.batches(tokens):
+        for part in batches(tokens):
             model.hidden(part, on_state=on_state, on_heads=None if chain is None else chain.on_heads)
     down = [block.mlp.down_proj.weight.detach() for block in model.model.layers]
-    return Activity(down, state.stack(), disparities.stack(), at_1.stack(), elsewhere.stack())
+    return Activity(down, **{name: means.stack(name) for name in means.of}, chain=chain)
 
 
 def ranked(scores: Tensor, count):
@@ -176,20 +176,15 @@ def ranked(scores: Tensor, count):
     return [(place // scores.shape[1] + 1, place % scores.shape[1]) for place in order]
 
 
-def replace_units(units, means=None):
-    """An `on_units` that sets units (layer, unit) to zero; or, only at position 1, to `means` (L, d_ff)."""
-    numbers = defaultdict(list)
-    for layer, unit in units:
-        numbers[layer].append(unit)
+def zero_units(units):
+    """An `on_units` that sets hidden units, (layer, unit) each, to zero."""
 
     def on_units(layer, values):
-        if layer not in numbers:
+        chosen = [unit for its_layer, unit in units if its_layer == layer]
+        if not chosen:
             return None
         values = values.clone()  # (B, T, d_ff)
-        if means is None:
-            values[..., numbers[layer]] = 0
-        else:
-            values[:, 0, numbers[layer]] = means[layer - 1, numbers[layer]].to(values)
+        values[..., chosen] = 0
         return values
 
     return on_units
@@ -206,9 +201,9 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, before=0):
     totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
 
     def on_heads(layer, heads, q, k, v):
-        by_layer.append(attention.mean_attention(q, k, (1, 0), attention.sink_key(model, layer)).cpu())
+        by_layer.append(mean_attention(q, k, (1, 0), sink_key(model, layer)).cpu())
 
-    for part in attention.batches(tokens):
+    for part in batches(tokens):
         by_layer = []
         states = model.hidden(part, on_heads=on_heads, on_state=on_state)[:, before:-1]
         targets = part[:, before + 1 :]
@@ -224,53 +219,11 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, before=0):
     return alpha_1, alpha_0, losses
 
 
-def ablate(model: Transformer, tokens: Tensor, seen, units, means=None):
-    """alpha_1 (n, L, H), the loss, and the stream (n, d) at position 1 after layer `seen`.
-
-    `units` and `means` are those of `replace_units`.
-    """
-    states = []
-
-    def on_state(layer, x):
-        if layer == seen:
-            states.append(x[:, 0].float().cpu())
-
-    with hidden_units(model, replace_units(units, means)):
-        alpha, _, losses = alpha_and_loss(model, tokens, on_state)
-    return alpha, losses["loss"], torch.cat(states)
-
-
-def effects(model, tokens, builder, before):
-    """A row about the sink of a model on tokens (n, T), and the stream's largest |number| by layer.
-
-    `before` tokens are in front of the text: then position 1 is the first of them. Losses are of the text.
-    """
-    disparities = attention.LayerMean(len(tokens))
-    largest = defaultdict(float)  # by layer
-
-    def on_state(layer, x):
-        if layer > 0:  # 0 is the input
-            largest[layer] = max(largest[layer], x.abs().amax().item())
-            disparities.add(layer, attention.disparity(x[:, 0]))
-
-    with watch(model, builder) as activations:
-        alpha, constant_alpha, losses = alpha_and_loss(model, tokens, on_state, before=before)
-    row = {
-        "sink_rate": attention.sink_share(alpha).mean().item(),
-        "alpha1": alpha.mean().item(),
-        "constant_alpha": constant_alpha.mean().item(),
-        "builder_activation": torch.cat(activations).mean().item(),
-        "disparity": disparities.stack().max().item(),
-        "largest": max(largest.values()),
-    }
-    return row | losses, largest
-
-
 def by_token(model, tokens, builder):
     """A row for each token of the text: the builder's |activation| if this token is the first."""
     found = tokens.unique()
     with watch(model, builder) as activations:
-        for part in attention.batches(found[:, None]):
+        for part in batches(found[:, None]):
             model.hidden(part)
     sizes = torch.cat(activations).tolist()
     return [{"token": token, "builder_activation": size} for token, size in zip(found.tolist(), sizes)]
@@ -279,29 +232,3 @@ def by_token(model, tokens, builder):
 def names_of(units):
     """Hidden units, (layer, unit) each, as LAYER/UNIT."""
     return " ".join(f"{layer}/{unit}" for layer, unit in units)
-
-
-def layer_rows(model, chain, activity):
-    """A row for each layer: its links at position 1, and its builders if it makes a dimension dominate."""
-    links = chain.links()
-    rows = []
-    for layer, block in enumerate(model.model.layers, start=1):
-        at_1 = {name: link[layer - 1, 0].item() for name, link in links.items()}
-        row = {
-            "layer": layer,
-            "std_ratio": at_1["std"] / links["std"][layer - 1, 1:].median().item(),
-            "disparity": at_1["disparity"],
-            "norm_ratio": chain.norm_ratio.means[layer].item(),
-            "value_ratio": chain.value_ratio.means[layer].item(),
-            "key_alignment": at_1["key_alignment"],
-            "effective_rank": attention.effective_rank(chain.state.means[layer], chain.product.means[layer]),
-            "output_tau": attention.output_tau(block.self_attn.o_proj.weight, chain.heads.std(layer, 1)),
-            "alpha1": at_1["alpha"],
-            "dimension": None,
-            "builders": None,
-        }
-        if layer in activity.jumps():
-            row["dimension"] = activity.dimension(layer)
-            row["builders"] = names_of(activity.builders(layer, 4))
-        rows.append(row)
-    return rows

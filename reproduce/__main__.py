@@ -29,7 +29,8 @@ GEMMA, FEW = "models/gemma-3-270m-q4_k_m.gguf", "--num-sequences 25"
 WIKITEXT = "data/wikitext-2/test.txt"
 BFLOAT16 = "--dtype bfloat16"
 LONG = "--num-sequences 16 --sequence-length 64 512"
-FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} --num-sequences 12 --no-controls"
+TRANSPLANT = "-m reproduce.interventions transplant"
+FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} --num-sequences 12"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "probe": "probe.py --seed 42 43",
     "ten_thousand/probe": f"probe.py --seed 42 --num-sequences 10000 {BFLOAT16}",
@@ -41,9 +42,9 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "nano_llama/layers": "contraction.py layers --model nano_llama --seed 42 --num-sequences 300 "
     f"--sequence-length 64 {BFLOAT16}",
     "ablation": f"-m reproduce.mechanisms ablation {BFLOAT16}",
-    "mlp": "contraction.py mlp",
+    "mlp": "-m reproduce.mechanisms mlp",
     "engage": "-m reproduce.mechanisms engage",
-    "amplify": "contraction.py amplify",
+    "amplify": "-m reproduce.mechanisms amplify",
     "intra": "-m reproduce.mechanisms intra",
     "variance": "-m reproduce.mechanisms variance",
     "predict": f"contraction.py predict {BFLOAT16}",
@@ -67,20 +68,20 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "backcopy/rate": "sinks.py rate --model runs/backcopy --text data/backcopy-bytes --first-token bos",
     "smollm2/rate": "sinks.py rate --model smollm2 --sequence-length 64 128 256",
     "smollm2/anatomy": "sinks.py anatomy --model smollm2",
-    "smollm2/first": "sinks.py first --model smollm2 --num-sequences 25",
-    "smollm2/intervene": "sinks.py intervene --model smollm2 --factor 2 8 32",
-    "smollm2/silence": "sinks.py silence --model smollm2",
+    "smollm2/first": "-m reproduce.interventions first --model smollm2 --num-sequences 25",
+    "smollm2/intervene": "-m reproduce.interventions intervene --model smollm2 --factor 2 8 32",
+    "smollm2/silence": "-m reproduce.interventions silence --model smollm2",
     "qwen2.5-coder-0.5b/rate": f"sinks.py rate --model {SMALL} {FEW} --sequence-length 64",
     "qwen2.5-coder-0.5b/anatomy": f"sinks.py anatomy --model {SMALL} {FEW}",
-    "qwen2.5-coder-0.5b/intervene": f"sinks.py intervene --model {SMALL} {FEW}",
+    "qwen2.5-coder-0.5b/intervene": f"-m reproduce.interventions intervene --model {SMALL} {FEW}",
     "qwen2.5-coder-1.5b/rate": f"sinks.py rate --model {LARGE} {FEW} --sequence-length 64",
     "qwen2.5-coder-1.5b/anatomy": f"sinks.py anatomy --model {LARGE} {FEW}",
-    "qwen2.5-coder-1.5b/intervene": f"sinks.py intervene --model {LARGE} {FEW}",
-    "models/silence": f"sinks.py silence --model smollm2 {SMALL} {LARGE} {FEW}",
-    "smollm2/transplant": f"sinks.py transplant --model smollm2 {LONG}",
-    "smollm2/wikitext/transplant": f"sinks.py transplant --model smollm2 {LONG} --text {WIKITEXT}",
-    "qwen2.5-coder-0.5b/transplant": f"sinks.py transplant --model {SMALL} {LONG}",
-    "qwen2.5-coder-0.5b/wikitext/transplant": f"sinks.py transplant --model {SMALL} {LONG} --text {WIKITEXT}",
+    "qwen2.5-coder-1.5b/intervene": f"-m reproduce.interventions intervene --model {LARGE} {FEW}",
+    "models/silence": f"-m reproduce.interventions silence --model smollm2 {SMALL} {LARGE} {FEW}",
+    "smollm2/transplant": f"{TRANSPLANT} --model smollm2 {LONG}",
+    "smollm2/wikitext/transplant": f"{TRANSPLANT} --model smollm2 {LONG} --text {WIKITEXT}",
+    "qwen2.5-coder-0.5b/transplant": f"{TRANSPLANT} --model {SMALL} {LONG}",
+    "qwen2.5-coder-0.5b/wikitext/transplant": f"{TRANSPLANT} --model {SMALL} {LONG} --text {WIKITEXT}",
     "models/transplant": FOUR_CASES,
     "models/wikitext/transplant": f"{FOUR_CASES} --text {WIKITEXT}",
     "bench": "-m reproduce.bench",

@@ -40,7 +40,7 @@ ROUNDS = 5  # turns of each; the median counts
 
 def bench(settings: RunSettings):
     """How many tokens/s do we and transformers read and learn? Writes bench.json."""
-    experiment = Experiment("bench", "", settings)
+    experiment = Experiment.begin("bench", "", settings)
     rows = []
     cases = GPU_CASES if experiment.device.type == "cuda" else CASES
     for work, name, B, T in progress(cases, desc="bench", unit=" cases"):

@@ -21,11 +21,12 @@ from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
 from lineage.evidence import diagonal_test, weight_correlations
 from lineage.layout import find_stacks
-from lineage.match import equal_ids, match_models
-from lineage.outputs import PaperSettings, last_outputs, paper_test
-from lineage.table import NO_EVIDENCE, judge_stacks
+from lineage.match import Way, basis_correlations, equal_ids, match_stacks
+from lineage.settings import CompareSettings
+from lineage.table import NO_EVIDENCE, Pair, judge_stacks
 from lineage.views import Units
 from model import PRESETS
+from seedprint import PaperSettings, last_outputs, paper_test
 from sources.checkpoint import Newborn
 
 INPUTS = ("own embedding", "shared embedding", "gaussian")  # tokens, by an embedding matrix each or one
@@ -47,7 +48,7 @@ class Settings(RunSettings):
 
 def errors(settings: Settings):
     """How often does each test call unrelated newborns related? Writes errors.json and errors.png."""
-    experiment = Experiment("errors", "BB B.3.1, Figure 13", settings)
+    experiment = Experiment.begin("errors", "BB B.3.1, Figure 13", settings)
     rows = []
     births = list(itertools.product(settings.model, settings.schemes, INPUTS))
     for model, scheme, inputs in progress(births, desc="errors"):
@@ -88,8 +89,11 @@ def p_of_weights(newborns):
     p = {"units": [], "weights": [], "embedding matrices": []}
     for i, j in itertools.combinations(range(len(models)), 2):
         a, b = models[i], models[j]
-        pair = match_models(a, b, equal_ids(a, b), units=UNITS, layers=LAYERS, key=(i, j))
-        verdict, _ = judge_stacks(pair)
+        tokens = equal_ids(a, b)
+        way = Way(a, b, tokens, basis_correlations(a, b, tokens))
+        settings = CompareSettings(permutation_seed=(i, j), layers=LAYERS, units_per_layer=UNITS)
+        match = match_stacks(way, settings)
+        verdict, _ = judge_stacks(Pair(stacks[i], stacks[j], match, {}, rows=match.rows))
         p["units"].append(float(verdict == NO_EVIDENCE))
         correlations, _ = weight_correlations(stacks[i], stacks[j])
         for test, part in (("weights", "body"), ("embedding matrices", "embedding")):

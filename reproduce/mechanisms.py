@@ -1,9 +1,8 @@
-"""Does each mechanism of BB section 4 work by itself? Five experiments beside those of contraction.py.
+"""Does each mechanism of BB section 4 work by itself? Seven experiments beside those of contraction.py.
 
-    python -m reproduce.mechanisms ablation      # each takes seconds to half a minute on 2 cores
-    python -m reproduce.mechanisms variance --help
+    python -m reproduce.mechanisms ablation      # each takes seconds to a minute on 2 cores
 
-Models read Gaussian vectors as in contraction.py, of standard deviation 0.02; in `width` it is 1.
+Models read Gaussian vectors as in `contraction.py layers`, of standard deviation 0.02; in `width` it is 1.
 """
 
 import copy
@@ -12,20 +11,83 @@ import math
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
-from contraction import Births, LengthSettings, NewbornSettings, gaussian_inputs, predicted, sublayers_apart
-from init import STD
+from contraction import Births, LengthSettings, NewbornSettings, sublayers_apart
+from init import STD, variant
 from lib.settings import Command, run_script
-from measure import attention, theory
-from measure.cosines import pairwise_cosine
+from measure import theory
+from measure.attention import Means
+from measure.cosines import floored_cosine, pairwise_cosine
 from model import rope_frequencies
 from probe import SHOWN, preference
+from sources.inputs import random_vectors
+
+
+def gaussian_inputs(experiment, T, d):
+    """Gaussian vectors in place of embeddings, (num_sequences, T, d)."""
+    settings = experiment.settings
+    vectors = random_vectors(settings.input_seed, range(settings.num_sequences), T, d)
+    return vectors.to(experiment.device, experiment.dtype)
+
+
+@torch.inference_mode()
+def mlp(settings: NewbornSettings):
+    """Does an asymmetric activation contract states? (BB Figures 4, 5, Proposition 2; a minute)"""
+    births = Births.begin("mlp", "BB Figures 4, 5, Proposition 2", settings, (1,))
+    for key, model, T in births.each(vocab_size=1, sublayers="mlp"):
+        x = gaussian_inputs(births, T, model.config.d_model)[:, 0]  # (n, d)
+        relu = variant(model, mlp="relu")
+        tanh = variant(model, mlp="tanh")
+        bare = theory.relu_recursion(model.config.num_layers, settings.init)
+        stacks = [  # `standard` blocks have a norm and a residual, but no attention
+            ("mlp0_relu", [block.mlp for block in relu.model.layers], bare),
+            ("mlp0_tanh", [block.mlp for block in tanh.model.layers], [0.0] * len(bare)),
+            ("standard", model.model.layers, theory.kernel_recursion(model.config, 1, settings.init)),
+            ("standard_relu", relu.model.layers, theory.kernel_recursion(relu.config, 1, settings.init)),
+        ]
+        for stack, functions, prediction in stacks:
+            state = x
+            for layer, function in enumerate([nn.Identity(), *functions]):
+                state = function(state)
+                row = key | {"stack": stack, "layer": layer, "theory": prediction[layer]}
+                births.rows.append(row | pairwise_cosine(state))
+                # Deep states are so short that torch's epsilon lowers their cosines (ours).
+                if stack == "mlp0_relu":
+                    row |= {"stack": "mlp0_relu_epsilon", "theory": None}
+                    births.rows.append(row | floored_cosine(state, epsilon=1e-8))
+    question = "Does an asymmetric activation contract stacks of MLPs? (mlp0: without norm and residual)"
+    return births.finish(question, "layer", "stack", {"theory": "Proposition 2; kernel recursion"})
+
+
+@torch.inference_mode()
+def amplify(settings: LengthSettings):
+    """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4; a minute)"""
+    births = Births.begin("amplify", "BB Table 3, Proposition 4", settings, (100, 128, 1024))
+    changes = {"vocab_size": 1, "sublayers": "mlp", "mlp": "relu", "num_layers": 2}
+    for key, model, T in births.each(**changes):
+        first_mlp, second_mlp = (block.mlp for block in model.model.layers)
+        inputs = gaussian_inputs(births, T, model.config.d_model)
+        states = torch.stack([first_mlp(x) for x in inputs])  # (n, T, d)
+        _, once, twice = theory.relu_recursion(2, settings.init)
+        averaged = None if once is None else once / (1 / T + (1 - 1 / T) * once)  # BB Proposition 4
+        stacks = [
+            ("mlp0", states[:, -1], once),
+            ("mlp0_mlp0", second_mlp(states[:, -1]), twice),
+            ("mlp0_attn0", states.mean(1), averaged),
+        ]
+        for stack, last, prediction in stacks:
+            row = {"stack": stack, "sequence_length": T, "theory": prediction}
+            births.rows.append(key | row | pairwise_cosine(last))
+    question = "Does averaging over positions amplify what a ReLU MLP began?"
+    theories = {"theory": "Propositions 2 and 4"}
+    return births.finish(question, "sequence_length", "stack", theories, log="x", ylim=(0, 1.05))
 
 
 @torch.inference_mode()
 def ablation(settings: LengthSettings):
     """Do MLPs alone, or attention alone, prefer tokens? (BB Figure 3, Table 2; half a minute)"""
-    births = Births("ablation", "BB Figure 3, Table 2", settings)
+    births = Births.begin("ablation", "BB Figure 3, Table 2", settings)
     for key, model, T in births.each():
         for kind, part, counts in sublayers_apart(settings, model, T):
             births.rows.append(key | {"variant": kind, "sequence_length": T} | preference(part, counts))
@@ -37,7 +99,7 @@ def ablation(settings: LengthSettings):
 @torch.inference_mode()
 def engage(settings: NewbornSettings):
     """Does LayerNorm spread pre-activations until the asymmetry tells? (BB Figure 6; seconds)"""
-    births = Births("engage", "BB Figure 6", settings, (1,))
+    births = Births.begin("engage", "BB Figure 6", settings, (1,))
     for key, model, T in births.each(vocab_size=1, sublayers="mlp", num_layers=1):
         (block,) = model.model.layers
         gate = block.mlp.gate_proj or block.mlp.up_proj
@@ -45,7 +107,7 @@ def engage(settings: NewbornSettings):
         x = gaussian_inputs(births, T, d)[:, 0]  # (n, d)
         for normed, inputs in ((True, block.post_attention_layernorm(x)), (False, x)):
             expected_std = STD * inputs.square().sum(1).mean().sqrt().item()
-            cosine = predicted(None, one_block_cosine, model.config.mlp, expected_std, d, settings.init)
+            cosine = one_block_cosine(model.config.mlp, expected_std, d, settings.init)
             row = key | {"normed": normed, "theory": cosine}
             row["preactivation_std"] = gate(inputs).float().std().item()
             births.rows.append(row | pairwise_cosine(block.mlp(inputs)))
@@ -58,7 +120,7 @@ def engage(settings: NewbornSettings):
 @torch.inference_mode()
 def width(settings: NewbornSettings):
     """How does the contraction of one MLP0 block depend on its width? (ours; seconds)"""
-    births = Births("width", "ours", settings, (1,))
+    births = Births.begin("width", "ours", settings, (1,))
     for d in (128, 256, 512, 1024):
         shape = {"num_layers": 1, "num_heads": 1, "d_model": d, "d_ff": 4 * d}
         x = gaussian_inputs(births, 1, d)[:, 0] / STD  # (n, d)
@@ -68,7 +130,7 @@ def width(settings: NewbornSettings):
             for scaling, std in (("1/sqrt(d)", d**-0.5), ("0.02", STD)):
                 row = {"seed": key["seed"], "mlp": kind, "d_model": d, "weight_std": std}
                 row["scaling"] = f"weight std {scaling}"
-                row["theory"] = predicted(None, one_block_cosine, kind, std * math.sqrt(d), d, settings.init)
+                row["theory"] = one_block_cosine(kind, std * math.sqrt(d), d, settings.init)
                 scaled = copy.deepcopy(block.mlp)
                 for weight in scaled.parameters():
                     weight.mul_(std / STD)
@@ -85,7 +147,7 @@ def one_block_cosine(mlp, s, d, scheme="gpt2"):
     the cosine is of order 1/d.
     """
     k = theory.mlp_kernel(mlp, s, d, scheme)
-    return float(k[0] / k.sum())
+    return None if k is None else float(k[0] / k.sum())
 
 
 @torch.inference_mode()
@@ -94,12 +156,12 @@ def intra(settings: LengthSettings):
 
     As in BB, `mean_cosine` is the mean over all pairs of positions, each with itself, too.
     """
-    births = Births("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
+    births = Births.begin("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
     for key, model, T in births.each(vocab_size=1, sublayers="attention"):
         x = gaussian_inputs(births, T, model.config.d_model)  # (n, T, d)
         L = model.config.num_layers
         limit = averaging_limit(T, L)
-        foreseen = predicted([None] * (L + 1), intra_recursion, model.config, T, settings.init)
+        foreseen = intra_recursion(model.config, T, settings.init)
         counts = torch.arange(1, T + 1, device=x.device)[:, None]  # (T, 1)
         for stack, exact in (("attn0", averaging_stack(T, L)), ("attention", foreseen[1:])):
             state = x
@@ -145,6 +207,8 @@ def averaging_limit(T, layers):
 @functools.cache
 def intra_recursion(config, T, scheme):
     """Mean cosine within a sequence, each position with itself, too, before (0) and after each attention."""
+    if theory.unknown(config, scheme):
+        return [None] * (config.num_layers + 1)
     layers = theory.covariances(config, T, scheme, residual=False)
     return [(S / theory.scales(S)).mean().item() for S, _ in layers]
 
@@ -152,13 +216,13 @@ def intra_recursion(config, T, scheme):
 @torch.inference_mode()
 def variance(settings: LengthSettings):
     """Do the first block's aggregated values shrink along positions? (BB Figure 9, Equation 2; seconds)"""
-    births = Births("variance", "BB Figure 9, Equation 2", settings, (1024,))
+    births = Births.begin("variance", "BB Figure 9, Equation 2", settings, (1024,))
     for key, model, T in births.each(vocab_size=1, sublayers="attention", num_layers=1):
-        spread = attention.RunningStd(settings.num_sequences)
+        means = Means(settings.num_sequences)
         for x in gaussian_inputs(births, T, model.config.d_model).split(1):
-            model.hidden(x, on_heads=spread.on_heads)
-        exact = predicted([None] * T, aggregated_std, model.config, T, settings.init)
-        for i, std in enumerate(spread.std(1).tolist(), start=1):
+            model.hidden(x, on_heads=means.add_heads)
+        exact = aggregated_std(model.config, T, settings.init)
+        for i, std in enumerate(means.std(1).tolist(), start=1):
             uniform = None if exact[0] is None else exact[0] / math.sqrt(i)
             row = {"position": i, "std": std, "uniform_theory": uniform, "theory": exact[i - 1]}
             births.rows.append(key | row)
@@ -176,8 +240,8 @@ def aggregated_std(config, T, scheme):
     keys and values come from one input, so that attention, however slight, selects values along W_V W_K^T q.
     RoPE turns that direction by a different angle for each key, which leaves the share kept_i.
     """
-    theory.check_scheme(scheme)
-    theory.check_known(config)
+    if theory.unknown(config, scheme):
+        return [None] * T
     d = config.d_model
     i = torch.arange(1, T + 1, dtype=torch.float64)
     value_variance = d * STD**2 * STD**2 / (STD**2 + config.norm_epsilon)  # also that of queries and keys
@@ -205,17 +269,20 @@ def attention_concentration(T, t):
     return (i * u.square() * own * others ** (i - 1)).sum(1) * step  # u du = u^2 d(ln u)
 
 
+TEN = tuple(range(42, 52))  # seeds
 COMMANDS = {
     "ablation": Command(ablation, LengthSettings(seed=(42,), num_sequences=500)),
-    "engage": Command(engage, NewbornSettings(seed=tuple(range(42, 52)), dtype="float32")),
-    "intra": Command(intra, LengthSettings(num_sequences=4, dtype="float32")),
+    "amplify": Command(amplify, LengthSettings(seed=TEN, num_sequences=20)),
+    "engage": Command(engage, NewbornSettings(seed=TEN)),
+    "intra": Command(intra, LengthSettings(num_sequences=4)),
+    "mlp": Command(mlp, NewbornSettings(seed=TEN)),
     "variance": Command(
         variance,
-        LengthSettings(model=("nano_gpt2", "gpt2_1b"), seed=(42,), num_sequences=32, dtype="float32"),
+        LengthSettings(model=("nano_gpt2", "gpt2_1b"), seed=(42,), num_sequences=32),
     ),
     "width": Command(
         width,
-        NewbornSettings(model=("nano_gpt2", "nano_llama"), num_sequences=600, init="normal", dtype="float32"),
+        NewbornSettings(model=("nano_gpt2", "nano_llama"), num_sequences=600, init="normal"),
     ),
 }
 

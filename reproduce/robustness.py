@@ -23,9 +23,9 @@ from lib.random import keyed_generator
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, OutputSettings, at_least, run_script
+from lineage.compare import CompareSettings, compare_models, read_model
 from lineage.disguise import as_source, disguised, select, weights_of
-from lineage.outputs import STRANGER_SEED
-from lineage.verdict import compare_pair, read_model
+from seedprint import STRANGER_SEED
 from sources.checkpoint import Newborn, parse_spec
 from sources.formats import TOKEN_TABLE
 from sources.inputs import TextSettings, read_tokens
@@ -43,10 +43,11 @@ class Settings(OutputSettings):
 def robustness(settings: Settings):
     """What does `compare` say of a model's children, and of models that never met? Writes robustness.json"""
     specs = [parse_spec(name) for name in settings.models]
-    experiment = Experiment("robustness", "", settings)
+    experiment = Experiment.begin("robustness", "", settings)
     rows, details, points = [], [], []
     for base, suspect, kind in progress(all_pairs(specs, settings), desc="robustness", unit=" pairs"):
-        row, detail = compare_pair(base, suspect, layers=12 if kind == "never met" else 2**16)
+        layers = 12 if kind == "never met" else 2**16
+        row, detail = compare_models(base, suspect, CompareSettings(layers=layers))
         rows.append({"base": base.name, "suspect": suspect.name, "kind": kind} | row)
         details.append(detail)
         for number, layer in enumerate(detail["layers"]):

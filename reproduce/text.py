@@ -9,8 +9,9 @@ A file holds what one run of configs/text_sink.py came to: what it was made with
 sinks of 100 held-out windows, as the text falls and with BOS first; and what was measured at its last step.
 
 `birth`: a sink's end is known. At the last step a run has sink heads, a largest dimension at position
-1, and builders, hidden units that make nearly all of it (`sinks.py silence`). Each earlier step is asked for
-the same heads, dimension and units, on 64 held-out tokens, the first of them BOS if the run trained so.
+1, and builders, hidden units that make nearly all of it (`silence` of interventions.py). Each earlier step is
+asked for the same heads, dimension and units, on 64 held-out tokens, the first of them BOS if the run trained
+so.
 """
 
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def noted(settings: NotedSettings, pattern, measure):
 
 def text(settings: NotedSettings):
     """What do the calibrations do to sinks on text, and to what is learnt? (BB Figure 12, Table 7; SO)"""
-    experiment = Experiment("text", "BB Figure 12, Table 7; SO", settings)
+    experiment = Experiment.begin("text", "BB Figure 12, Table 7; SO", settings)
     rows, ends = [], []
     for begun, *evaluations, end in noted(settings, "text_*.jsonl", record):
         key = {name: end[name] for name in ("config", "calibration", "seed")}
@@ -134,12 +135,12 @@ def end_of(run, config, kind, seed):
     row["uniform_alpha1"] = attention.uniform_alpha(64)
     reading, spec = reading_of(run), checkpoint.parse_spec(run.out)
     model = spec.load()
-    found, alpha = attention.sink_statistics(model, read_tokens(reading, spec, 64))  # alpha (n, L, H)
+    found, alpha = sinks.sink_statistics(model, read_tokens(reading, spec, 64))  # alpha (n, L, H)
     row |= found
     layers = sinks.dissect(reading, spec, model)["layers"]
     for name in ("disparity", "effective_rank", "output_tau"):
         row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
-    rates = (alpha > attention.EPSILON).double().mean(dim=(0, 2)).tolist()
+    rates = (alpha > sinks.EPSILON).double().mean(dim=(0, 2)).tolist()
     return row, [layer | {"sink_rate": rate} for layer, rate in zip(layers, rates)]
 
 
@@ -212,7 +213,7 @@ def born(run):
     layer = activity.layer
     builders = activity.builders(layer, min(MOST_BUILDERS, activity.num_needed(layer, LARGEST_SHARE)))
     alpha = attention.attention_to(end, tokens)[..., 0].mean(0)  # (L, H)
-    is_sink = alpha >= alpha.max().clamp(max=attention.EPSILON)  # the largest at least
+    is_sink = alpha >= alpha.max().clamp(max=sinks.EPSILON)  # the largest at least
     heads = [(place + 1, head) for place, head in is_sink.nonzero().tolist()]  # layers from 1
     sink = {"layer": layer, "dimension": activity.dimension(layer), "heads": heads}
     named = {"run": Path(run.out).name}
@@ -225,13 +226,12 @@ def born(run):
 
 def links_of(model, tokens, sink, builders):
     """What a step's model has of the later sink: a number for each of LINKS, and for builders elsewhere."""
-    chain = attention.Chain(model, len(tokens))
-    activity = observe(model, tokens, chain)
-    links = chain.links()  # (L, T) each
+    activity = observe(model, tokens, with_chain=True)
+    links = activity.chain.links()  # (L, T) each
     layer = sink["layer"]
     layers, units = np.array(builders).T  # layers from 1
     sink_layers, heads = np.array(sink["heads"]).T
-    found, alpha = attention.sink_statistics(model, tokens)  # alpha (n, L, H)
+    found, alpha = sinks.sink_statistics(model, tokens)  # alpha (n, L, H)
     return {
         "builders": activity.at_1[layers - 1, units].abs().mean().item(),
         "builders_elsewhere": activity.elsewhere[layers - 1, units].mean().item(),
@@ -275,7 +275,7 @@ def percentiles(scores):
 
 def birth(settings: NotedSettings):
     """How is a sink born? Which link comes first, and were its builders special at birth? (ours)"""
-    experiment = Experiment("birth", "ours", settings)
+    experiment = Experiment.begin("birth", "ours", settings)
     rows, points, builders, order = [], [], [], []
     for sink, *steps in noted(settings, "birth_*.jsonl", born):
         key = {"run": sink["run"]}

@@ -22,10 +22,10 @@ from lib.figures import unique
 from lib.files import check_regular, sha256
 from lib.results import Experiment, interval
 from lib.settings import Command, OutputSettings, RunSettings, check_choice, read_config_file, run_script
-from lineage.outputs import PaperSettings, last_outputs, paper_test
-from lineage.verdict import compare_pair, read_model
+from lineage.compare import CompareSettings, compare_models, read_model
 from reproduce.baselines import BASELINES, similarities
 from reproduce.text import CALIBRATIONS, CONFIG, KINDS, TEXT, begun_row, differences, draw_kinds, end_of
+from seedprint import PaperSettings, last_outputs, paper_test
 from sources import checkpoint
 from sources.data import TokenData, default_folder
 from sources.inputs import TextSettings, read_tokens
@@ -135,7 +135,7 @@ def lineage(settings: RunSettings):
     runtime.start(settings)  # hours of training are not for an --out that cannot be written
     runs = lineage_runs()
     train_all(list(runs.values()))
-    experiment = Experiment("lineage", "BB Tables 4, 5, 8-12", settings)  # its seconds are of measuring
+    experiment = Experiment.begin("lineage", "BB Tables 4, 5, 8-12", settings)  # its seconds are of measuring
     learned = runs["llama", BASE, 1]
     data = TokenData(default_folder(learned.source, learned.tokenizer))
     tokens = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
@@ -151,7 +151,7 @@ def lineage(settings: RunSettings):
     rows = []
     for table, base, suspect, kin in runtime.progress(pairs, desc="lineage", unit=" pairs"):
         row = {"table": table, "base": base, "suspect": suspect, "kin": kin}
-        row |= compare_pair(weights[base], weights[suspect])[0]
+        row |= compare_models(weights[base], weights[suspect], CompareSettings())[0]
         row |= paper_test(outputs[base], outputs[suspect])
         rows.append(row | similarities(models[base], models[suspect], tokens))
     columns = ("table", "base", "suspect", "kin", "verdict", "paper_t_p", "paper_u_p", *BASELINES)
@@ -175,7 +175,7 @@ def table_pairs(runs, style, newborns, children, others, continued):
 
 def calibrations(settings: OutputSettings):
     """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12; six hours)"""
-    experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
+    experiment = Experiment.begin("calibrations", "BB Figure 12; SO", settings)
     runs = calibration_runs("backcopy", "laptop")
     rows = noted_rows(experiment.folder / "calibrations.jsonl", runs, lambda *of: end_of(*of)[0])
     for path in sorted(Path(TEXT).glob(f"{CONFIG}-*.jsonl")):
@@ -221,7 +221,7 @@ def paired_differences(rows):
 def perplexity(settings: PerplexitySettings):
     """What does each model of `laptop` lose on a text that nobody trained on, in nats/token? (BB Table 7)"""
     check_regular(Path(settings.text))
-    experiment = Experiment("perplexity", "BB Table 7", settings)
+    experiment = Experiment.begin("perplexity", "BB Table 7", settings)
 
     def measure(run, *key):
         spec = checkpoint.parse_spec(run.out)

@@ -19,10 +19,11 @@ import torch
 import transformers
 from test_architectures import ARCHITECTURES, EXPERTS, GATED, PLAIN, SIZES, T5_SIZES, build
 
+from lineage.compare import CompareSettings, compare_models, read_model
 from lineage.table import NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
-from lineage.verdict import compare_pair, read_model
 from sources import formats
 
+FEW = CompareSettings(permutations=999)
 NARROW = PLAIN | {"embedding_size": 64}
 MAMBA2 = SIZES | {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16}
 NEO = SIZES | {"num_layers": 3, "num_heads": 4, "attention_types": [[["global"], 3]]}
@@ -133,7 +134,7 @@ def of_tensors(kinds: dict, folder: Path) -> dict[str, tuple[str, str, str]]:
         safetensors.torch.save_file(tensors, folder / f"{kind}.safetensors")
         models[kind] = read_model(kind, formats.open_checkpoint(folder / f"{kind}.safetensors", True))
     base = models.pop("base")
-    rows = {kind: compare_pair(base, model, permutations=999)[0] for kind, model in models.items()}
+    rows = {kind: compare_models(base, model, FEW)[0] for kind, model in models.items()}
     return {kind: (kinds[kind][1], row["verdict"], row["sentence"]) for kind, row in rows.items()}
 
 
@@ -172,7 +173,7 @@ def verdicts(name: str) -> dict[str, tuple[str, str, str]]:
             if kind == "base":
                 base = read
                 continue
-            row, _ = compare_pair(base, read, permutations=999)
+            row, _ = compare_models(base, read, FEW)
             right = NO_EVIDENCE if kind in ("newborn", "stranger") else SAME_BIRTH
             answers[kind] = (right, row["verdict"], row["sentence"])
     return answers

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from lineage import layout
-from lineage.verdict import compare_pair, read_model
+from lineage.compare import CompareSettings, compare_models, read_model
 from sources import formats
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000}
@@ -57,7 +57,7 @@ def build(name: str, seed: int, choices=ARCHITECTURES) -> transformers.PreTraine
 def compared(folder: Path, base: str, *suspects: str) -> list[dict]:
     """The rows of some folders."""
     models = [read_model(name, formats.open_checkpoint(folder / name, True)) for name in (base, *suspects)]
-    return [compare_pair(models[0], model, permutations=199)[0] for model in models[1:]]
+    return [compare_models(models[0], model, CompareSettings(permutations=199))[0] for model in models[1:]]
 
 
 @pytest.mark.parametrize("name", HERE)

@@ -1,6 +1,5 @@
 """contraction.py: each experiment's rows against a plain recomputation, and its command line."""
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -34,10 +33,8 @@ def results(tmp_path_factory):
     out = tmp_path_factory.mktemp("all")
     commands = {}
     for name, command in EXPERIMENTS.items():
-        small = replace(command.defaults, seed=SEEDS, num_sequences=COUNT, model=("tiny_gpt2",))
-        if hasattr(small, "sequence_length"):
-            small = replace(small, sequence_length=(LENGTH,))
-        commands[name] = command._replace(defaults=small)
+        small = {"seed": SEEDS, "num_sequences": COUNT, "model": ("tiny_gpt2",), "sequence_length": (LENGTH,)}
+        commands[name] = command._replace(defaults=replace(command.defaults, **small))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contraction, "EXPERIMENTS", commands)
         contraction.run_all(RunSettings(device="cpu", dtype="float32", out=str(out)))
@@ -84,59 +81,6 @@ def test_layers(kind, results):
     for row, *states, expected in zip(rows, *streams, theories, strict=True):
         assert_cosines(row, states)
         assert row["theory"] == expected
-
-
-def mlp_weights(model: Transformer, layer: int) -> list[torch.Tensor]:
-    """The two matrices of a plain MLP, in float64."""
-    return [weight.detach().double() for weight in model.model.layers[layer].mlp.parameters()]
-
-
-def mlp_stack(model: Transformer, x: torch.Tensor, phi, has_norm_and_residual: bool) -> list[torch.Tensor]:
-    """States (n, d) before and after each MLP: two products and an activation, as written."""
-    states = [x.double()]
-    for layer in range(model.config.num_layers):
-        up, down = mlp_weights(model, layer)
-        x = states[-1]
-        if has_norm_and_residual:
-            normed = F.layer_norm(x, (x.shape[1],), eps=model.config.norm_epsilon)
-            states.append(x + phi(normed @ up.T) @ down.T)
-        else:
-            states.append(phi(x @ up.T) @ down.T)
-    return states
-
-
-PHI = {"mlp0_relu": torch.relu, "mlp0_tanh": torch.tanh, "standard": F.gelu, "standard_relu": torch.relu}
-
-
-@pytest.mark.parametrize("stack", PHI)
-def test_mlp(stack, results):
-    x = vectors(1)[:, 0]
-    stacks = [mlp_stack(model, x, PHI[stack], stack.startswith("standard")) for model in newborns()]
-    mlp = "relu" if stack == "standard_relu" else "gelu"
-    theories = {"mlp0_relu": theory.relu_recursion(6), "mlp0_tanh": [0.0] * 7}
-    recursion = theory.kernel_recursion(replace(CONFIG, sublayers="mlp", mlp=mlp), 1)
-    rows = select(results["mlp"]["rows"], stack=stack)
-    for row, *states, expected in zip(rows, *stacks, theories.get(stack, recursion), strict=True):
-        assert_cosines(row, states, dict(abs=1e-5))  # float32 states that shrink by a hundred in each MLP0
-        assert row["theory"] == expected
-
-
-def test_amplify(results):
-    x = vectors(LENGTH)  # (n, T, d)
-    stacks = {"mlp0": [], "mlp0_mlp0": [], "mlp0_attn0": []}
-    for model in newborns():
-        _, first, second, *_ = mlp_stack(model, x.flatten(0, 1), torch.relu, False)
-        first = first.view(x.shape)
-        stacks["mlp0"].append(first[:, -1])
-        stacks["mlp0_mlp0"].append(second.view(x.shape)[:, -1])
-        stacks["mlp0_attn0"].append(first.mean(1))
-    c = 1 / math.pi
-    theories = {"mlp0": c, "mlp0_mlp0": theory.relu_recursion(2)[2]}
-    theories["mlp0_attn0"] = c / (1 / LENGTH + (1 - 1 / LENGTH) * c)  # BB Proposition 4
-    for stack, states in stacks.items():
-        (row,) = select(results["amplify"]["rows"], stack=stack)
-        assert_cosines(row, states, dict(abs=1e-5))
-        assert row["theory"] == pytest.approx(theories[stack], rel=1e-12)
 
 
 PREDICTIONS = [("cure", "gpt2"), ("cure", "centered"), ("predict", "gpt2")]
@@ -187,7 +131,6 @@ def test_what_theory_does_not_know_is_null(tmp_path, monkeypatch):
     monkeypatch.setitem(NORMS, "other", lambda width, eps: torch.nn.RMSNorm(width))
     monkeypatch.setitem(PRESETS, "mine", replace(CONFIG, norm="other"))
     flags = ["--model", "mine", "--seed", 1, 2, "--num-sequences", 4, "--sequence-length", 8]
-    contraction.say_once.cache_clear()
     done = run_here("contraction", "predict", *flags, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("measure/theory.py does not know the norm other") == 1

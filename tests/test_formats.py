@@ -12,7 +12,7 @@ from conftest import KINDS, random_model, run_here
 
 from lib.files import read_json
 from lib.settings import UserError
-from lineage import verdict as verdict_of
+from lineage.compare import read_model
 from sources import checkpoint, formats
 from sources.checkpoint import parse_spec
 
@@ -250,7 +250,7 @@ def test_mlps_that_nobody_found_are_missing(folder):
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     for config, verdict in (({}, True), ({"text_config": {"moe_intermediate_size": 64}}, False)):
         (folder / "config.json").write_text(json.dumps({"model_type": "x", "hidden_size": 32} | config))
-        model = verdict_of.read_model("", formats.open_checkpoint(folder, True))
+        model = read_model("", formats.open_checkpoint(folder, True))
         (stack,) = model.stacks
         assert stack.missing == "MLPs" and stack.may_have_units is not verdict
 

@@ -175,10 +175,10 @@ def test_every_key_of_its_configuration():
 
 SCRIPTS = [  # what is asked, and the JSON that answers
     ("sinks rate", "rate"),
-    ("sinks first", "first"),
+    ("reproduce.interventions first", "first"),
     ("sinks anatomy", "anatomy"),
-    ("sinks intervene --position 3", "intervene"),
-    ("sinks silence --num-builders 2", "silence"),
+    ("reproduce.interventions intervene --position 3", "intervene"),
+    ("reproduce.interventions silence --num-builders 2", "silence"),
     ("sinks transplant --num-constants 4 --save saved", "transplant"),
     ("probe", "probe"),
 ]

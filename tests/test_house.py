@@ -14,9 +14,9 @@ lib.settings lib.random lib.kernels / lib.files lib.runtime / lib.results lib.fi
 / sources.gguf sources.gguf_tokenizers / sources.formats / sources.hub sources.tokenizers / sources.data
 / sources.checkpoint / sources.inputs sources.sampling sources.runs / sources.origins
 / measure.cosines measure.matching / measure.theory / measure.attention
-/ measure.mean_field measure.first measure.units / measure.rounding / lineage.table / lineage.layout
-/ lineage.views / lineage.evidence lineage.match / lineage.compare / lineage.disguise lineage.family
-/ lineage.outputs lineage.verdict / lineage.births / probe sinks seedprint
+/ measure.mean_field measure.units / measure.rounding
+/ lineage.settings lineage.table / lineage.layout / lineage.views / lineage.evidence lineage.match
+/ lineage.verdict / lineage.compare / lineage.births lineage.disguise lineage.family / probe sinks seedprint
 / contraction train / reproduce lesson
 """.split("/")
 

@@ -5,9 +5,9 @@ import torch
 from test_verdict import BASE, CHILD, CONFIG, STRANGER, changed
 
 from lineage import layout
+from lineage.compare import CompareSettings, compare_models, read_model
 from lineage.disguise import as_source, disguised, weights_of
 from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
-from lineage.verdict import compare_pair, read_model
 from reproduce.robustness import noised
 from sources.checkpoint import Newborn
 
@@ -21,7 +21,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 def row_of_pair(base: dict, suspect: dict) -> dict:
     """The row of two models, by their tensors."""
     models = [read_model(name, as_source(weights, CONFIG)) for name, weights in (("A", base), ("B", suspect))]
-    return compare_pair(*models, permutations=199)[0]
+    return compare_models(*models, CompareSettings(permutations=199))[0]
 
 
 def judged(base: dict, suspect: dict) -> tuple[str, str]:
@@ -95,13 +95,13 @@ def block(prefix: str, width: int, units: int) -> list:
 def test_the_outermost_number_counts_layers():
     """Inner ones are experts; where layers are called so, a number before theirs counts models."""
     experts = [each for i in (0, 1, 2) for e in range(4) for each in block(f"m.{i}.moe.{e}", 8, 12)]
-    (stack,) = layout.stacks_of({name: shape for name, shape in experts})
+    (stack,) = layout.runs_of({name: shape for name, shape in experts})
     assert (stack.prefix, stack.width, [*stack.layers]) == ("m.", 8, [0, 1, 2])
     models = dict(each for m in (0, 1) for i in (0, 1, 2) for each in block(f"models.{m}.layers.{i}", 8, 12))
-    assert [stack.prefix for stack in layout.stacks_of(models)] == ["models.0.layers.", "models.1.layers."]
+    assert [run.prefix for run in layout.runs_of(models)] == ["models.0.layers.", "models.1.layers."]
     one = dict(block("layers.0", 8, 12))
-    assert len(layout.stacks_of(one)) == 1 and not layout.stacks_of(dict(block("thing.0", 8, 12)))
-    assert not layout.stacks_of({f"emb.{i}.weight": (300, 8) for i in range(4)})  # codebooks
+    assert len(layout.runs_of(one)) == 1 and not layout.runs_of(dict(block("thing.0", 8, 12)))
+    assert not layout.runs_of({f"emb.{i}.weight": (300, 8) for i in range(4)})  # codebooks
 
 
 # ---- parts -------------------------------------------------------------------------------------------------

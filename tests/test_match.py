@@ -15,6 +15,7 @@ import init
 from lineage import disguise, match, views
 from lineage.disguise import disguised
 from lineage.layout import find_stacks
+from lineage.settings import CompareSettings
 from lineage.table import Row
 from lineage.views import RIDGE, Units, hidden_units
 from measure import matching
@@ -50,7 +51,8 @@ def found(a, b, units=1024, layers=None) -> list[Row]:
     """The rows of two checkpoints."""
     vocabularies = [token_ids(source.place) if source.place else {} for source in (a, b)]
     both = [hidden_units(find_stacks(source)[0]) for source in (a, b)]
-    return match.match_stacks(*both, vocabularies, units, layers, 0).rows
+    way, _ = match.likeliest_way(*both, vocabularies, units)
+    return match.match_stacks(way, CompareSettings(units_per_layer=units, layers=layers)).rows
 
 
 def views_by_hand(source, layer: int) -> dict[str, np.ndarray]:
@@ -90,7 +92,7 @@ def test_correlations_against_all_tokens(config, tmp_path):
     a = save_perturbed(tmp_path / "a", config)
     b = noised(a, 0.5)
     base, suspect = units_of(a), units_of(b)
-    basis = views.basis_correlations(base, suspect, match.equal_ids(base, suspect))
+    basis = match.basis_correlations(base, suspect, match.equal_ids(base, suspect))
     by_hand = (views_by_hand(a, 1), views_by_hand(b, 1))
     assert base.views(1).keys() == by_hand[0].keys()
     for view, columns in base.views(1).items():
@@ -114,7 +116,8 @@ def test_wide_models_are_seen_in_few_directions(monkeypatch):
             monkeypatch.setattr(views, "WIDE", directions)
             for pair in ((base, source), (source, base)):
                 a, b = ([units_of(each)] for each in pair)
-                found = match.match_stacks(a, b, ({}, {}), 1024, None, 0)
+                way, _ = match.likeliest_way(a, b, ({}, {}), 1024)
+                found = match.match_stacks(way, CompareSettings())
                 rows.setdefault(directions, []).extend(found.rows)
                 likeness.setdefault(directions, []).append(found.table_likeness)
         monkeypatch.undo()
@@ -176,7 +179,7 @@ def test_nan_in_a_token_table_is_told():
 
     sources = (Newborn(GATED, 1), of_matrices(Newborn(GATED, 1), change))
     both = [hidden_units(find_stacks(source)[0]) for source in sources]
-    assert "not finite" in match.match_stacks(*both, ({}, {}), 1024, None, 0).lack
+    assert "not finite" in match.likeliest_way(*both, ({}, {}), 1024)[1]
 
 
 KINDS = {"gated": GATED, "plain": PLAIN, "qwen3": replace(GATED, qk_norm=True, head_dim=20)}
@@ -247,7 +250,8 @@ def test_counts_of_newborn_strangers():
     models = [units_of(Newborn(config, seed)) for seed in range(9)]
     counts = []
     for a, b in itertools.combinations(models, 2):
-        (row,) = match.match_models(a, b, match.equal_ids(a, b)).rows
+        way = next(match.ways_to_read(a, b, match.equal_ids(a, b)))
+        (row,) = match.match_stacks(way, CompareSettings()).rows
         counts += [row.found, row.by_chance]
     # Of three pairs of views the best: the mean of the largest of three Poisson numbers of mean 0.25 is 0.65
     assert np.mean(counts) < 1 and max(counts) <= 8
@@ -257,7 +261,7 @@ MEMORY = """
 import json, pathlib, sys, threading
 import torch
 from sources import checkpoint
-from lineage import verdict
+from lineage.compare import CompareSettings, compare_models, read_model
 
 torch.set_num_threads(1)
 
@@ -279,8 +283,8 @@ peaks = []
 done = threading.Event()
 watcher = threading.Thread(target=watch)
 watcher.start()
-models = [verdict.read_model("", checkpoint.parse_spec(sys.argv[1]).open()) for _ in range(2)]
-row, _ = verdict.compare_pair(*models, permutations=199, layers=4)
+models = [read_model("", checkpoint.parse_spec(sys.argv[1]).open()) for _ in range(2)]
+row, _ = compare_models(*models, CompareSettings(permutations=199, layers=4))
 done.set()
 watcher.join()
 print(json.dumps({"verdict": row["verdict"], "growth": max(peaks) - before}))

@@ -7,21 +7,12 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from test_contraction import (
-    CONFIG,
-    COUNT,
-    LENGTH,
-    SEEDS,
-    assert_cosines,
-    mlp_weights,
-    newborns,
-    select,
-    vectors,
-)
+from test_contraction import CONFIG, COUNT, LENGTH, SEEDS, assert_cosines, newborns, select, vectors
 
 import init
 from lib.files import read_json
-from model import ModelConfig
+from measure import theory
+from model import ModelConfig, Transformer
 from reproduce import mechanisms
 
 
@@ -30,13 +21,65 @@ def results(tmp_path_factory):
     """Every experiment's result, small."""
     out = tmp_path_factory.mktemp("all")
     for name, command in mechanisms.COMMANDS.items():
-        small = replace(command.defaults, device="cpu", dtype="float32", out=str(out))
-        models = ("tiny_gpt2", "tiny_llama") if name == "width" else ("tiny_gpt2",)
-        small = replace(small, seed=SEEDS, num_sequences=COUNT, model=models)
-        if hasattr(small, "sequence_length"):
-            small = replace(small, sequence_length=(LENGTH,))
-        command.function(small)
+        small = {"device": "cpu", "dtype": "float32", "out": str(out), "seed": SEEDS, "num_sequences": COUNT}
+        small["model"] = ("tiny_gpt2", "tiny_llama") if name == "width" else ("tiny_gpt2",)
+        if hasattr(command.defaults, "sequence_length"):
+            small["sequence_length"] = (LENGTH,)
+        command.function(replace(command.defaults, **small))
     return {name: read_json(out / f"{name}.json") for name in mechanisms.COMMANDS}
+
+
+def mlp_weights(model: Transformer, layer: int) -> list[torch.Tensor]:
+    """The two matrices of a plain MLP, in float64."""
+    return [weight.detach().double() for weight in model.model.layers[layer].mlp.parameters()]
+
+
+def mlp_stack(model: Transformer, x: torch.Tensor, phi, has_norm_and_residual: bool) -> list[torch.Tensor]:
+    """States (n, d) before and after each MLP: two products and an activation, as written."""
+    states = [x.double()]
+    for layer in range(model.config.num_layers):
+        up, down = mlp_weights(model, layer)
+        x = states[-1]
+        if has_norm_and_residual:
+            normed = F.layer_norm(x, (x.shape[1],), eps=model.config.norm_epsilon)
+            states.append(x + phi(normed @ up.T) @ down.T)
+        else:
+            states.append(phi(x @ up.T) @ down.T)
+    return states
+
+
+PHI = {"mlp0_relu": torch.relu, "mlp0_tanh": torch.tanh, "standard": F.gelu, "standard_relu": torch.relu}
+
+
+@pytest.mark.parametrize("stack", PHI)
+def test_mlp(stack, results):
+    x = vectors(1)[:, 0]
+    stacks = [mlp_stack(model, x, PHI[stack], stack.startswith("standard")) for model in newborns()]
+    mlp = "relu" if stack == "standard_relu" else "gelu"
+    theories = {"mlp0_relu": theory.relu_recursion(6), "mlp0_tanh": [0.0] * 7}
+    recursion = theory.kernel_recursion(replace(CONFIG, sublayers="mlp", mlp=mlp), 1)
+    rows = select(results["mlp"]["rows"], stack=stack)
+    for row, *states, expected in zip(rows, *stacks, theories.get(stack, recursion), strict=True):
+        assert_cosines(row, states, dict(abs=1e-5))  # float32 states that shrink by a hundred in each MLP0
+        assert row["theory"] == expected
+
+
+def test_amplify(results):
+    x = vectors(LENGTH)  # (n, T, d)
+    stacks = {"mlp0": [], "mlp0_mlp0": [], "mlp0_attn0": []}
+    for model in newborns():
+        _, first, second, *_ = mlp_stack(model, x.flatten(0, 1), torch.relu, False)
+        first = first.view(x.shape)
+        stacks["mlp0"].append(first[:, -1])
+        stacks["mlp0_mlp0"].append(second.view(x.shape)[:, -1])
+        stacks["mlp0_attn0"].append(first.mean(1))
+    c = 1 / math.pi
+    theories = {"mlp0": c, "mlp0_mlp0": theory.relu_recursion(2)[2]}
+    theories["mlp0_attn0"] = c / (1 / LENGTH + (1 - 1 / LENGTH) * c)  # BB Proposition 4
+    for stack, states in stacks.items():
+        (row,) = select(results["amplify"]["rows"], stack=stack)
+        assert_cosines(row, states, dict(abs=1e-5))
+        assert row["theory"] == pytest.approx(theories[stack], rel=1e-12)
 
 
 @pytest.mark.parametrize("normed", [True, False])
@@ -118,9 +161,8 @@ def test_averaging_limit_is_the_limit():
     T = 10**9
     rho = [(cosine - 1 / T) / (1 - 1 / T) for cosine in mechanisms.averaging_limit(T, 3)]
     assert rho == pytest.approx([2 / 3, 8 / 9, 0.9383], abs=5e-5)
-    assert mechanisms.averaging_stack(1024, 3) == pytest.approx(
-        mechanisms.averaging_limit(1024, 3), abs=0.006
-    )
+    limit = mechanisms.averaging_limit(1024, 3)
+    assert mechanisms.averaging_stack(1024, 3) == pytest.approx(limit, abs=0.006)
 
 
 def test_variance(results):

@@ -1,10 +1,10 @@
-"""lineage/outputs.py against scipy, pair by pair."""
+"""seedprint.py's own test against scipy, pair by pair."""
 
 import numpy as np
 import pytest
 import scipy.stats
 
-from lineage.outputs import kendall, null_taus, paper_test
+from seedprint import kendall, null_taus, paper_test
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:

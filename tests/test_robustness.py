@@ -9,6 +9,7 @@ from conftest import ROOT, run_here
 
 from init import newborn
 from lib.files import read_json, sha256
+from lineage.settings import CompareSettings
 from lineage.table import NO_EVIDENCE, SAME_BIRTH
 from model import ModelConfig
 from reproduce import robustness
@@ -30,7 +31,7 @@ def models(tmp_path_factory):
 
 
 def test_children_are_found_and_strangers_are_not(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(robustness, "compare_pair", partial(robustness.compare_pair, permutations=199))
+    monkeypatch.setattr(robustness, "CompareSettings", partial(CompareSettings, permutations=199))
     done = run_here("reproduce.robustness", *models, "--text", TEXT, "--steps", 15, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     result = read_json(tmp_path / "robustness.json")

@@ -15,9 +15,9 @@ import init
 from lib.files import read_json
 from lineage import births, disguise
 from lineage.family import kinship
-from lineage.outputs import kendall, paper_test
 from model import ModelConfig
 from reproduce.robustness import noised
+from seedprint import kendall, paper_test
 from sources import checkpoint
 from sources.checkpoint import Newborn
 from sources.inputs import random_tokens, random_vectors

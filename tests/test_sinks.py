@@ -1,4 +1,4 @@
-"""sinks.py: rates, values, chain and interventions against explicit attention and plain loops."""
+"""sinks.py: rates, values and chain against explicit attention and plain loops."""
 
 import math
 from dataclasses import replace
@@ -20,11 +20,10 @@ from lib import runtime
 from lib.files import read_json
 from lib.results import interval
 from lib.settings import UserError
-from measure import attention, first
+from measure import attention
 from measure import units as units_module
 from model import PRESETS, ModelConfig, Transformer
-from reproduce import mechanisms
-from sinks import InterveneSettings, RateSettings, SilenceSettings
+from reproduce import interventions, mechanisms
 from sources import checkpoint, data
 from sources.checkpoint import Spec, parse_spec
 from sources.inputs import TextSettings, random_tokens, random_vectors, read_tokens
@@ -52,7 +51,7 @@ def ratio(norms: torch.Tensor) -> float:
 def test_sink_rate_is_gu_et_als(kind, tmp_path, monkeypatch):
     monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 40)  # batches of 6 and 3, and of 2
     model = random_model(KINDS[kind])
-    settings = given(RateSettings, sequence_length=(6, 20), num_sequences=9)
+    settings = given(sinks.RateSettings, sequence_length=(6, 20), num_sequences=9)
     lists = sinks.sink_rates(settings, saved(model, tmp_path), model)
     for row, by_head, T in zip(lists["rows"], lists["heads"], (6, 20), strict=True):
         tokens = random_tokens(0, range(9), T, 97)
@@ -69,35 +68,14 @@ def test_sink_rate_is_gu_et_als(kind, tmp_path, monkeypatch):
         assert row["value_ratio"] == pytest.approx(ratio(torch.stack(values).norm(dim=4)), rel=1e-5)
 
 
-def test_every_first_token_in_turn(tmp_path, monkeypatch):
-    """alpha_1 with each of three tokens at the first position of seven sequences."""
-    monkeypatch.setattr(first, "FIRST_TOKENS", 3)
-    model = random_model(KINDS["llama"])
-    tokens = random_tokens(0, range(7), 20, 97)
-    tried = sorted(set(tokens[:, 1:].flatten().tolist()))
-    some = [tried[0], tried[(len(tried) - 1) // 2], tried[-1]]
-    expected = {}
-    for token in some:
-        tokens[:, 0] = token
-        expected[token] = alpha_of(explicit(model, tokens), 1).mean(0).numpy()  # (L, H)
-    rows = sinks.by_first_token(given(sequence_length=20), saved(model, tmp_path), model)["rows"]
-    assert len(rows) == 12
-    for row in rows:
-        alphas = {token: heads[row["layer"] - 1, row["head"] - 1] for token, heads in expected.items()}
-        values = [*alphas.values()]
-        found = (row["alpha1"], row["least"], row["largest"], alphas[row["least_token"]])
-        assert found == pytest.approx((np.mean(values), min(values), max(values), min(values)), abs=NEAR)
-        assert row["token_share"] == pytest.approx(np.mean(np.array(values) > 0.3))
-
-
 def test_values_of_a_newborn_follow_the_theory():
     config = replace(PRESETS["nano_llama"], num_layers=1, vocab_size=1)
     model = init.newborn(config, 5)
-    spread = attention.RunningStd(64)
+    means = attention.Means(64)
     with torch.inference_mode():
         for vectors in random_vectors(0, range(64), 32, 768).split(32):
-            model.hidden(vectors, on_heads=spread.on_heads)
-    ratio = spread.std(1) / torch.tensor(mechanisms.aggregated_std(config, 32, "gpt2"))
+            model.hidden(vectors, on_heads=means.add_heads)
+    ratio = means.std(1) / torch.tensor(mechanisms.aggregated_std(config, 32, "gpt2"))
     # 64 x 768 numbers that depend on each other: 0.015 was measured for more of them
     assert (ratio - 1).abs().max() < 0.03
 
@@ -203,100 +181,6 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
         assert row == pytest.approx(law, rel=1e-4)
 
 
-@pytest.mark.parametrize("calibration", ["none", "amplify", "headnorm"])
-def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
-    model = random_model(replace(KINDS["llama_gqa"], attn_calibration=calibration))
-    with torch.no_grad():  # the first builder is one of layer 1, whatever is done there
-        model.model.layers[0].mlp.down_proj.weight[:, 7] *= 1000
-    settings = given(InterveneSettings, sequence_length=12, position=3, factor=(0.1, 1.0, 5.0))
-    lists = sinks.every_intervention(settings, saved(model, tmp_path), model)
-    (builder,) = lists["builders"]
-    assert (builder["layer"], builder["unit"]) == (1, 7)
-    tokens = random_tokens(0, range(7), 12, 97)
-
-    def replaced(layer, heads, q, k, v):
-        if kind == "none" or (place == 1 and layer > 1):
-            return None
-        values = heads[:, :, 2]
-        mean = values.mean(0) if kind == "amplify" else 0
-        if kind == "self_mask":  # a token that sees itself alone has its own value
-            alone = model.model.layers[layer - 1].self_attn.calibrate(v.repeat_interleave(2, dim=1), 12)
-            changed = alone[:, :, 2]
-        else:
-            changed = mean + factor * (values - mean)
-        return torch.cat((heads[:, :, :2], changed[:, :, None], heads[:, :, 3:]), dim=2)
-
-    for number, row in enumerate(lists["rows"]):
-        place, kind, factor = row["changed"], row["intervention"], row["factor"]
-        alpha = alpha_of(explicit(model, tokens, replaced), 3)[:, 1:].mean((1, 2))  # layers 2 and 3
-        _, units = observe(model, tokens, replaced)
-        activation = units[0, :, 2, 7].abs()
-        active = activation >= 0.1 * builder["first"]
-        expected = interval(alpha.numpy(), "alpha_k")
-        assert {name: row[name] for name in expected} == pytest.approx(expected, abs=NEAR)
-        assert row["woke"] == pytest.approx(active.double().mean().item())
-        for key, chosen in (("alpha_k_woke", alpha[active]), ("alpha_k_asleep", alpha[~active])):
-            assert row[key] == (pytest.approx(chosen.mean().item(), abs=NEAR) if len(chosen) else None)
-        points = lists["points"][7 * number : 7 * number + 7]
-        assert [point["alpha_k"] for point in points] == pytest.approx(alpha.tolist(), abs=NEAR)
-        # float32 states that two interventions have made large
-        assert [point["activation"] for point in points] == pytest.approx(activation.tolist(), rel=1e-3)
-
-
-def parse(words: str) -> list[tuple[int, int]]:
-    """(layer, unit) of each LAYER/UNIT."""
-    return [tuple(map(int, word.split("/"))) for word in words.split()]
-
-
-def test_silence_is_a_model_without_these_units(tmp_path, monkeypatch):
-    """Rates and loss are those of a model whose down columns are zero; `left` is of its stream."""
-    model = random_model(KINDS["llama_gqa"], seed=12)  # its first builders are in layers 2 and 3
-    settings = given(SilenceSettings, sequence_length=9, num_builders=3)
-    monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 27)  # batches of 3, 3 and 1
-    rows = sinks.every_silence(settings, saved(model, tmp_path), model)["rows"]
-    tokens = random_tokens(0, range(7), 9, 97)
-    stream, units = observe(model, tokens)
-    largest = 1 + int(disparity_of(stream)[1:].argmax())
-    dimension, builds = contributions_of(model, stream, units, largest)
-    a, b, c, *_ = [unit for unit in builds if unit[0] <= largest]
-    order = [[], [a], [a, b], [a, b, c], [b], [c], [a, b, c], list(builds)[:-4:-1]]
-    assert [parse(row["units"]) for row in rows[:8]] == order
-    assert [row["kind"] for row in rows[6:]] == ["constant", "removers", "elsewhere", "random"]
-    for row in rows:
-        poorer = random_model(KINDS["llama_gqa"], seed=12)
-        if row["kind"] == "constant":
-            handles = [hold(poorer, layer, unit, units) for layer, unit in (a, b, c)]
-            assert len(handles) == 3
-        else:
-            for layer, unit in parse(row["units"]):
-                poorer.model.layers[layer - 1].mlp.down_proj.weight.data[:, unit] = 0
-        alpha = alpha_of(explicit(poorer, tokens), 1)  # (n, L, H)
-        assert row["sink_rate"] == pytest.approx((alpha > 0.3).double().mean().item(), abs=NEAR)
-        assert 0 <= row["low"] <= row["sink_rate"] <= row["high"] <= 1
-        assert row["mean_alpha1"] == pytest.approx(alpha.mean().item(), abs=NEAR)
-        with torch.inference_mode():
-            logits = poorer(tokens)[:, :-1]
-        loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:]).item()
-        assert row["loss"] == pytest.approx(loss, rel=1e-5)
-        changed, _ = observe(poorer, tokens)
-        left = changed[largest, :, 0, dimension].mean() / stream[largest, :, 0, dimension].mean()
-        assert row["left"] == pytest.approx(left.item(), rel=1e-4, abs=1e-5)
-        assert row["disparity"] == pytest.approx(disparity_of(changed)[largest].item(), rel=1e-5)
-    random = parse(rows[-1]["units"])
-    assert len(set(random)) == 3 and not {a, b, c} & set(random)
-
-
-def hold(model: Transformer, layer: int, unit: int, units: torch.Tensor):
-    """Hold a unit at position 1 at its mean over sequences, of units (L, n, T, d_ff)."""
-
-    def held(module, inputs):
-        values = inputs[0].clone()
-        values[:, 0, unit] = units[layer - 1, :, 0, unit].mean()
-        return values
-
-    return model.model.layers[layer - 1].mlp.down_proj.register_forward_pre_hook(held)
-
-
 def test_enough_builders_make_the_share():
     model = random_model(KINDS["llama"])
     activity = units_module.observe(model, random_tokens(0, range(7), 9, 97))
@@ -305,9 +189,6 @@ def test_enough_builders_make_the_share():
     count = activity.num_needed(2, share=0.5)
     added.sort(reverse=True)
     assert sum(added[: count - 1]) < 0.5 * size <= sum(added[:count])
-
-
-# ---- text --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -340,18 +221,19 @@ def test_what_a_model_reads(text):
     assert torch.equal(held_out, data.TokenData(text.data).held_out(7, 16)[0])
 
 
-# ---- the command line --------------------------------------------------------------------------------------
+COMMANDS = [("sinks", name) for name in sinks.COMMANDS if name]
+COMMANDS += [("reproduce.interventions", name) for name in interventions.COMMANDS]
 
 
-@pytest.mark.parametrize("name", [name for name in sinks.COMMANDS if name])
-def test_commands(name, text, tmp_path):
+@pytest.mark.parametrize("script, name", COMMANDS)
+def test_commands(script, name, text, tmp_path):
     words = ["--model", text.model, "text_sink@5", "--sequence-length", 20, "--num-sequences", 4]
     words += ["--text", text.data]
     if name == "transplant":
         words += ["--num-constants", 4]
     if name == "intervene":
         words += ["--text", text.file, "--tokenizer", text.tokenizer, "--first-token", "bos"]
-    done = run_here("sinks", name, *words, "--out", tmp_path)
+    done = run_here(script, name, *words, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     result = read_json(tmp_path / f"{name}.json")
     models = {(row["checkpoint"], row["text"]) for row in result["rows"]}
@@ -362,14 +244,14 @@ def test_commands(name, text, tmp_path):
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["rate", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["sequences"]),
-        (["rate", "--text", "README.md"], ["tiny_llama", "--tokenizer"]),
-        (["intervene", "--position", 65], ["--position 65", "64"]),
+        (["sinks", "--model", "backcopy", "--text", "pyproject.toml", "--tokenizer", "bytes"], ["sequences"]),
+        (["sinks", "rate", "--text", "README.md"], ["tiny_llama", "--tokenizer"]),
+        (["reproduce.interventions", "intervene", "--position", 65], ["--position 65", "64"]),
     ],
 )
 def test_mistakes(words, expected, tmp_path):
-    name, *flags = words
-    done = run_here("sinks", name, "--model", "tiny_llama", *flags, "--out", tmp_path)
+    model = [] if "--model" in words else ["--model", "tiny_llama"]
+    done = run_here(*words, *model, "--out", tmp_path)
     assert_refused(done, *expected)
     assert not list(tmp_path.iterdir())
 

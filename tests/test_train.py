@@ -316,7 +316,7 @@ def test_killed_and_resumed():
 SIGNALS = [  # who is called, after how many steps, and the step that is saved
     (train, "learning_rate", 3, "04"),
     (train, "loss_sum", 0, "00"),
-    (attention, "sink_statistics", 5, "05"),
+    (train, "sink_statistics", 5, "05"),
     (Transformer, "unembed", 5, "05"),
 ]
 

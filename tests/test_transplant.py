@@ -1,6 +1,7 @@
 """sinks.py transplant: constants, their effects, and the saved model, by plain loops and transformers."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +14,12 @@ from safetensors.torch import load_file
 from test_sinks import saved
 
 import init
-import sinks
 from lib.files import read_json
 from measure import attention
 from measure.rounding import rounded_inputs
-from measure.units import Activity, effects, hidden_units, observe, replace_units
+from measure.units import Activity, hidden_units, observe, zero_units
+from reproduce.interventions import cases_and_controls
+from sinks import TransplantSettings, effects, transplants
 from sources import checkpoint
 from sources.inputs import random_tokens
 
@@ -121,8 +123,8 @@ def test_selective_builders():
 
 def test_rows_are_what_their_kinds_say(tmp_path):
     model = random_model(KINDS["llama_gqa"])
-    settings = sinks.TransplantSettings(**SETTINGS, sequence_length=(12, 20))
-    lists = sinks.transplants(settings, saved(model, tmp_path), model)
+    settings = TransplantSettings(**SETTINGS, sequence_length=(12, 20))
+    lists = transplants(settings, saved(model, tmp_path), model, partial(cases_and_controls, 0))
     rows = {(row["kind"], row["sequence_length"]): row for row in lists["rows"]}
     assert len(rows) == len(lists["rows"])
     both = random_tokens(0, range(8), 12, 97)
@@ -137,7 +139,7 @@ def test_rows_are_what_their_kinds_say(tmp_path):
         expected, _ = effects(measured, tokens, builder, 0)
         assert rows[kind, 12].items() >= expected.items()
     needed = activity.num_needed(activity.layer, 0.99)
-    with hidden_units(model, replace_units(activity.builders(activity.layer, needed))):
+    with hidden_units(model, zero_units(activity.builders(activity.layer, needed))):
         expected, _ = effects(model, tokens, builder, 0)
     assert rows["builders of 99 % at zero", 12].items() >= expected.items()
     with rounded_inputs(changed, "token"):
@@ -160,8 +162,7 @@ def test_a_transplanted_model_is_a_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = random_model(KINDS["llama_gqa"])
     checkpoint.save(Path("model"), model)
-    words = ("--model", "model", "--sequence-length", "12", "--num-sequences", "5")
-    words += ("--device", "cpu", "--no-controls")
+    words = ("--model", "model", "--sequence-length", "12", "--num-sequences", "5", "--device", "cpu")
     done = run_here("sinks", "transplant", *words, "--save", "saved", "--out", "out")
     assert done.returncode == 0, done.stderr
     assert read_json(Path("out/transplant.json"))["rows"][0]["checkpoint"] == "model"
@@ -170,7 +171,7 @@ def test_a_transplanted_model_is_a_checkpoint(tmp_path, monkeypatch):
     keys, values = attention.constants_at(model, tokens[5:])
     assert torch.equal(changed.model.layers[1].self_attn.sink_key, keys[1].flatten())
     assert torch.equal(changed.model.layers[1].self_attn.sink_value, values[1].flatten())
-    assert run_here("sinks", "rate", *words[:-1], "--model", "saved", "--out", "out").returncode == 0
+    assert run_here("sinks", "rate", *words, "--model", "saved", "--out", "out").returncode == 0
     assert read_json(Path("out/rate.json"))["rows"][0]["constant_alpha"] > 0
     assert run_here("seedprint", "compare", "model", "saved", "--out", "out").returncode == 0
     assert read_json(Path("out/compare.json"))["rows"][0]["verdict"] == "same birth"

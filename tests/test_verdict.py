@@ -12,12 +12,14 @@ import torch
 
 from lib.settings import UserError
 from lineage import disguise
+from lineage.compare import CompareSettings, compare_models, read_model
 from lineage.layout import Stack
 from lineage.table import (
     INCONCLUSIVE,
     NO_EVIDENCE,
     PART_IN_COMMON,
     SAME_BIRTH,
+    Match,
     Pair,
     Row,
     beyond_chance,
@@ -25,7 +27,7 @@ from lineage.table import (
     judge_stacks,
     mark_units,
 )
-from lineage.verdict import compare_pair, read_model, row_of, sentence_of
+from lineage.verdict import row_of, sentence_of
 from model import ModelConfig
 from reproduce.robustness import noised
 from sources import checkpoint, gguf_tokenizers
@@ -45,19 +47,18 @@ def judged_pair(counts=None, depth=24, r=0.2, base_layers=None, units=1000, body
     Without counts no units are looked for. `more` may have `equal` layers and `namesakes`, `read` layers,
     another `lack`, and the `embedding`'s coordinates.
     """
-    stack = Stack("", 256, dict.fromkeys(range(depth), {}), tables=[("table",)])
+    layers = dict.fromkeys(range(depth), {})
+    stack = Stack("", 256, layers, tables=[("table",)], may_have_units=more.get("may_have_units", False))
     rows = []
     for layer in more.get("read", range(1, depth + 1)) if counts is not None else ():
         closest = (base_layers or {}).get(layer, layer)
         found = counts.get(layer, 1)
         middle = stack.is_middle(layer) + stack.is_middle(closest)
         rows.append(Row(layer, f"layer {layer}", "", 0, closest, "", middle, found, units, r, 1, found, 0.2))
-    pair = Pair(rows, {}, 4096, 0.06, stack, stack)
-    pair.lack, pair.may_hide = more.get("lack", ""), more.get("may_hide", False)
-    for kind, test in (("body", body), ("embedding", more.get("embedding"))):
-        if test:
-            pair.coordinates[kind] = OUTCOMES[test]
     mark_units(rows)
+    tests = (("body", body), ("embedding", more.get("embedding")))
+    coordinates = {kind: OUTCOMES[test] for kind, test in tests if test}
+    pair = Pair(stack, stack, Match(rows, {}, 4096, 0.06), coordinates, lack=more.get("lack", ""))
     fill(pair, more.get("equal", {}), more.get("namesakes", {}))
     pair.verdict, pair.reason = judge_stacks(pair)
     return pair
@@ -115,7 +116,7 @@ def test_every_combination_of_coordinates():
         elif not has_units and body in (None, "between"):
             expected = INCONCLUSIVE
         assert judged_pair(**how).verdict == expected, how
-    how |= {"body": "nothing", "may_hide": True}  # a basis may have been changed
+    how |= {"body": "nothing", "may_have_units": True}  # a basis may have been changed
     assert judged_pair(**how).verdict == INCONCLUSIVE
 
 
@@ -181,7 +182,7 @@ def folder_with(place, weights: dict, raw=RAW):
 def judged(base, suspect) -> tuple[str, str]:
     """The verdict of two sources, and its sentence."""
     models = [read_model(name, source) for name, source in (("A", base), ("B", suspect))]
-    row, detail = compare_pair(*models, permutations=199)
+    row, detail = compare_models(*models, CompareSettings(permutations=199))
     json.dumps([row, detail], allow_nan=False)
     return row["verdict"], row["sentence"]
 

@@ -1,0 +1,274 @@
+"""What makes a sink, what weakens it, and which constants end it? What only the papers need beside sinks.py.
+
+python -m reproduce.interventions intervene     # can position 10 be made a sink?
+python -m reproduce.interventions silence       # which hidden units build the sink?
+python -m reproduce.interventions first         # do heads sink on a position, or on a token?
+python -m reproduce.interventions transplant    # sinks.py's cases, and controls
+"""
+
+import itertools
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+import sinks
+from lib.figures import curves, draw_interventions, draw_silence
+from lib.random import keyed_generator
+from lib.results import interval
+from lib.runtime import progress
+from lib.settings import Command, UserError, at_least, run_script
+from measure.attention import attention_to, constants_at, disparity, uniform_alpha, with_constants
+from measure.units import alpha_and_loss, hidden_units, names_of, observe, ranked, watch, zero_units
+from sinks import EPSILON, Case, Settings, TransplantSettings, measure_models, sink_share, sink_statistics
+from sources.inputs import read_tokens
+
+ACTIVE = 0.1  # `intervene`: a builder wakes at this share of its mean at position 1 (ours)
+FIRST_TOKENS = 24  # `first` tries so many
+
+
+@dataclass
+class InterveneSettings(Settings):
+    """The settings of `intervene`."""
+
+    position: at_least(1) = 10  # k, the position to be made a sink, from 1 (SO: 10)
+    factor: tuple[at_least(0, float), ...] = (32.0,)  # lambda, the factor of `amplify` and of `scale`
+
+
+@dataclass
+class SilenceSettings(Settings):
+    """The settings of `silence`."""
+
+    num_builders: at_least(1) | None = None  # builders at zero; None: 99 % of the dimension, 64 at most
+
+
+@torch.inference_mode()
+def intervene(settings: InterveneSettings):
+    """Can a position be made a sink? SO's interventions, beside the first builder (SO; three minutes)"""
+    k = settings.position
+    if k > settings.sequence_length:
+        raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
+    experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
+    draw_interventions(experiment.folder / "intervene.png", lists["points"], k, max(settings.factor))
+    columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "woke")
+    return experiment.save(**lists, columns=(*columns, "alpha_k_woke", "alpha_k_asleep"))
+
+
+def every_intervention(settings: InterveneSettings, spec, model):
+    """A row for each intervention, in all layers and in layer 1 alone; and a point for each sequence.
+
+    alpha_k is the mean over heads, in the layers above the strongest builder's (above layer 1, if that is in
+    the last). `woke` is the share of sequences in which that builder is active at position k. There are no
+    batches: `amplify` needs the mean of all sequences.
+    """
+    k = settings.position
+    tokens = read_tokens(settings, spec, settings.sequence_length)
+    activity = observe(model, tokens)
+    builder = activity.builders(activity.layer, 1)[0]
+    described = activity.describe([builder])
+    skipped = builder[0] if builder[0] < model.config.num_layers else 1  # layers the builder cannot change
+    kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
+    cases = list(itertools.product(("all", 1), kinds))
+    rows, points = [], []
+    for changed, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
+        on_heads = replace_heads(model, k, changed, kind, factor)
+        with watch(model, builder, k) as activations:
+            alpha = attention_to(model, tokens, (k,), on_heads).cpu()  # (n, L, H, 1)
+        alpha = alpha[..., 0].mean(2)[:, skipped:].double().mean(1)  # (n,)
+        active = activations[0] >= ACTIVE * described[0]["first"]  # (n,)
+        case = {"position": k, "changed": changed, "intervention": kind, "factor": factor}
+        row = case | interval(alpha, "alpha_k") | {"woke": active.float().mean().item()}
+        row["alpha_k_woke"] = alpha[active].mean().item() if active.any() else None
+        row["alpha_k_asleep"] = None if active.all() else alpha[~active].mean().item()
+        rows.append(row)
+        for size, value in zip(activations[0].tolist(), alpha.tolist()):
+            points.append(case | {"activation": size, "alpha_k": value})
+    return {"rows": rows, "points": points, "builders": described}
+
+
+def replace_heads(model, k, changed, kind, factor):
+    """An `on_heads` that replaces the heads' outputs o_k at position k, in the `changed` layer or in "all".
+
+    With `self_mask` o_k becomes the value at k, as if k saw nothing else. With `amplify`, SO's, it becomes
+    mu + factor (o_k - mu), where mu is the mean of o_k over sequences; with `scale` it becomes factor o_k.
+    """
+
+    def on_heads(layer, heads, q, key, v):
+        if changed not in ("all", layer):
+            return None
+        o_k = heads[:, :, k - 1 : k]  # (B, H, 1, Dh)
+        if kind == "self_mask":
+            own = v[:, :, k - 1 : k].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
+            o_k = model.model.layers[layer - 1].self_attn.calibrate(own, k)  # k is the last of k positions
+        elif kind == "amplify":
+            mean = o_k.mean(0, keepdim=True)
+            o_k = mean + factor * (o_k - mean)
+        elif kind == "scale":
+            o_k = factor * o_k
+        return torch.cat((heads[:, :, : k - 1], o_k, heads[:, :, k:]), dim=2)
+
+    return on_heads
+
+
+@torch.inference_mode()
+def silence(settings: SilenceSettings):
+    """Which hidden units build the sink? 1, 2, 4, ... of them are set to zero (ours; ten minutes)"""
+    experiment, lists = measure_models("silence", "ours", settings, every_silence)
+    draw_silence(experiment.folder / "silence.png", lists["rows"])
+    columns = ("checkpoint", "kind", "num_silenced", "left", "disparity", "sink_rate", "low", "high")
+    return experiment.save(**lists, columns=(*columns, "mean_alpha1", "loss", "units"))
+
+
+def every_silence(settings: SilenceSettings, spec, model):
+    """A row for the model as it is, and for each set of hidden units at zero, or held constant.
+
+    `left` and `disparity` are of position 1 after `activity.layer`: the share of the sink's dimension left.
+    """
+    tokens = read_tokens(settings, spec, settings.sequence_length)
+    activity = observe(model, tokens)
+    dimension = activity.dimension(activity.layer)
+    count = settings.num_builders or min(64, activity.num_needed(activity.layer, share=0.99))
+    builders = activity.builders(activity.layer, count)
+    sets = sets_of_units(settings, activity, builders)
+    rows, states = [], []
+
+    def on_state(layer, x):
+        if layer == activity.layer:
+            states.append(x[:, 0].float().cpu())
+
+    def hold(layer, values):
+        values = values.clone()  # (B, T, d_ff)
+        for its_layer, unit in builders:
+            if its_layer == layer:
+                values[:, 0, unit] = activity.at_1[layer - 1, unit]
+        return values
+
+    for kind, units in progress(sets, desc="silence", unit=" sets", leave=False):
+        states.clear()
+        with hidden_units(model, hold if kind == "constant" else zero_units(units)):
+            alpha, _, losses = alpha_and_loss(model, tokens, on_state)
+        state = torch.cat(states)  # (n, d)
+        left = state[:, dimension].mean() / activity.state[activity.layer, dimension]
+        row = {"kind": kind, "num_silenced": len(units), "units": names_of(units)}
+        row |= {"left": left.item(), "disparity": disparity(state).mean().item()}
+        row |= interval(sink_share(alpha), "sink_rate", 0, 1)
+        rows.append(row | {"mean_alpha1": alpha.mean().item(), "loss": losses["loss"]})
+    return {"rows": rows}
+
+
+def sets_of_units(settings: SilenceSettings, activity, units):
+    """The kind and the units of each set that `silence` changes.
+
+    `first` has the first 1, 2, 4, ... builders; `alone` one of the next three; `constant` holds all at their
+    mean. Three controls have as many units: the `removers`, which change the same dimension; those that write
+    most `elsewhere`; and `random` ones of the builders' layers.
+    """
+    count = len(units)
+    sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
+    norms = torch.stack([down.float().norm(dim=0).cpu() for down in activity.down])  # of the down columns
+    elsewhere = ranked(activity.elsewhere * norms, 2 * count)
+    generator = keyed_generator("silence", settings.input_seed)
+    d_ff = activity.at_1.shape[1]
+    drawn = []
+    for layer, _ in units:
+        others = [(layer, unit) for unit in range(d_ff) if (layer, unit) not in units + drawn]
+        if others:
+            drawn.append(others[generator.integers(len(others))])
+    sets = [("first", units[:size]) for size in sizes] + [("alone", [unit]) for unit in units[1:4]]
+    sets += [("constant", units), ("removers", activity.removers(count))]
+    sets += [("elsewhere", [unit for unit in elsewhere if unit not in units][:count]), ("random", drawn)]
+    return [("none", []), *[(kind, some) for kind, some in sets if some]]
+
+
+@torch.inference_mode()
+def first(settings: Settings):
+    """Do heads sink on position 1, or on a token that stands there? (ours; 12 minutes)"""
+    if settings.first_token is not None:
+        raise UserError("first tries many first tokens: leave out --first-token")
+    experiment, lists = measure_models("first", "ours", settings, by_first_token)
+    question = "Do heads sink on position 1, whatever token stands there? (one point per head)"
+    keys = {"x": "alpha1", "y": "least", "series": "checkpoint", "style": "o"}
+    labels = {"xlabel": "attention to position 1, mean of tokens", "ylabel": "least of the tokens"}
+    curves(lists["rows"], experiment.folder / "first.png", question, **keys, **labels)
+    return experiment.save(**lists)
+
+
+def by_first_token(settings: Settings, spec, model):
+    """A row for each head: mean, least, ... of its alpha_1 with each of FIRST_TOKENS tokens in front."""
+    tokens = read_tokens(settings, spec, settings.sequence_length)
+    found = tokens[:, 1:].unique().cpu()
+    places = np.linspace(0, len(found) - 1, min(FIRST_TOKENS, len(found)))
+    candidates = found[places.astype(int)]
+    alphas = []
+    for candidate in progress(candidates, desc="first", unit=" tokens", leave=False):
+        tokens[:, 0] = candidate
+        alphas.append(sink_statistics(model, tokens)[1].mean(0))
+    alphas = torch.stack(alphas)  # (candidates, L, H)
+    rows = []
+    for layer, head in np.ndindex(alphas.shape[1:]):
+        alpha = alphas[:, layer, head]
+        row = {
+            "layer": layer + 1,
+            "head": head + 1,
+            "alpha1": alpha.mean().item(),
+            "least": alpha.min().item(),
+            "least_token": candidates[alpha.argmin()].item(),
+            "largest": alpha.max().item(),
+            "token_share": (alpha > EPSILON).float().mean().item(),
+            "uniform_alpha1": uniform_alpha(tokens.shape[1]),
+        }
+        rows.append(row)
+    return {"rows": rows}
+
+
+def transplant(settings: TransplantSettings):
+    """Does any constant end the sink? The cases of sinks.py, and controls (ours; minutes)"""
+    return sinks.transplant(settings, partial(cases_and_controls, settings.input_seed))
+
+
+def cases_and_controls(seed, model, transplanted, activity, others):
+    """More cases: other tokens in front, other builders, constants in some layers, and wrong constants.
+
+    If constants of layer 1 suffice, or of the layers up to the dimension's first jump, the chain breaks where
+    it begins. If those of position 2, of other heads or drawn ones suffice, any constant would do.
+    """
+    cases = sinks.transplant_cases(model, transplanted, activity, others)
+    tokens = others.unique().tolist()
+    for token in (tokens[len(tokens) // 4], tokens[3 * len(tokens) // 4]):
+        cases.append(Case(f"token in front: {token}", model, prefix=[token]))
+    builders = activity.builders(activity.layer, activity.num_needed(activity.layer, share=0.99))
+    if set(builders) != set(activity.selective()):
+        cases.append(Case("builders of 99 % at zero", model, builders))
+
+    def add(kind, keys, values, layers=None):
+        cases.append(Case(kind, with_constants(model, keys, values, layers)))
+
+    keys, values = constants_at(model, others)  # (L, G, Dh) each
+    jump = (activity.jumps() or [activity.layer])[0]
+    add("transplanted, layer 1", keys, values, [1])
+    add(f"transplanted, layers 1 to {jump}", keys, values, range(1, jump + 1))
+    add(f"transplanted, from layer {jump + 1}", keys, values, range(jump + 1, len(keys) + 1))
+    add("constants of position 2", *constants_at(model, others, position=2))
+    if keys.shape[1] > 1:
+        add("constants of other heads", keys.roll(1, 1), values.roll(1, 1))
+    generator = keyed_generator("transplant", seed)
+    add("drawn constants", drawn_like(keys, generator), drawn_like(values, generator))
+    return cases
+
+
+def drawn_like(vectors, generator):
+    """Random vectors, (L, G, Dh), each as long as the one in its place."""
+    drawn = torch.from_numpy(generator.standard_normal(vectors.shape, np.float32))
+    return drawn / drawn.norm(dim=-1, keepdim=True) * vectors.norm(dim=-1, keepdim=True)
+
+
+COMMANDS = {
+    "intervene": Command(intervene, InterveneSettings()),
+    "silence": Command(silence, SilenceSettings()),
+    "first": Command(first, Settings()),
+    "transplant": Command(transplant, TransplantSettings()),
+}
+
+if __name__ == "__main__":
+    run_script(COMMANDS, __doc__)

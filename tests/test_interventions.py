@@ -1,0 +1,130 @@
+"""reproduce/interventions.py: sinks that are made and weakened, against explicit attention and loops."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import KINDS, random_model
+from test_attention import explicit
+from test_attention import mean_of_queries as alpha_of
+from test_sinks import NEAR, contributions_of, disparity_of, given, observe, saved
+
+from lib import runtime
+from lib.results import interval
+from reproduce import interventions
+from sources.inputs import random_tokens
+
+
+def test_every_first_token_in_turn(tmp_path, monkeypatch):
+    """alpha_1 with each of three tokens at the first position of seven sequences."""
+    monkeypatch.setattr(interventions, "FIRST_TOKENS", 3)
+    model = random_model(KINDS["llama"])
+    tokens = random_tokens(0, range(7), 20, 97)
+    tried = sorted(set(tokens[:, 1:].flatten().tolist()))
+    some = [tried[0], tried[(len(tried) - 1) // 2], tried[-1]]
+    expected = {}
+    for token in some:
+        tokens[:, 0] = token
+        expected[token] = alpha_of(explicit(model, tokens), 1).mean(0).numpy()  # (L, H)
+    rows = interventions.by_first_token(given(sequence_length=20), saved(model, tmp_path), model)["rows"]
+    assert len(rows) == 12
+    for row in rows:
+        alphas = {token: heads[row["layer"] - 1, row["head"] - 1] for token, heads in expected.items()}
+        values = [*alphas.values()]
+        found = (row["alpha1"], row["least"], row["largest"], alphas[row["least_token"]])
+        assert found == pytest.approx((np.mean(values), min(values), max(values), min(values)), abs=NEAR)
+        assert row["token_share"] == pytest.approx(np.mean(np.array(values) > 0.3))
+
+
+@pytest.mark.parametrize("calibration", ["none", "amplify", "headnorm"])
+def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
+    model = random_model(replace(KINDS["llama_gqa"], attn_calibration=calibration))
+    with torch.no_grad():  # the first builder is one of layer 1, whatever is done there
+        model.model.layers[0].mlp.down_proj.weight[:, 7] *= 1000
+    settings = given(interventions.InterveneSettings, sequence_length=12, position=3, factor=(0.1, 1.0, 5.0))
+    lists = interventions.every_intervention(settings, saved(model, tmp_path), model)
+    (builder,) = lists["builders"]
+    assert (builder["layer"], builder["unit"]) == (1, 7)
+    tokens = random_tokens(0, range(7), 12, 97)
+
+    def replaced(layer, heads, q, k, v):
+        if kind == "none" or (place == 1 and layer > 1):
+            return None
+        values = heads[:, :, 2]
+        mean = values.mean(0) if kind == "amplify" else 0
+        if kind == "self_mask":  # a token that sees itself alone has its own value
+            alone = model.model.layers[layer - 1].self_attn.calibrate(v.repeat_interleave(2, dim=1), 12)
+            changed = alone[:, :, 2]
+        else:
+            changed = mean + factor * (values - mean)
+        return torch.cat((heads[:, :, :2], changed[:, :, None], heads[:, :, 3:]), dim=2)
+
+    for number, row in enumerate(lists["rows"]):
+        place, kind, factor = row["changed"], row["intervention"], row["factor"]
+        alpha = alpha_of(explicit(model, tokens, replaced), 3)[:, 1:].mean((1, 2))  # layers 2 and 3
+        _, units = observe(model, tokens, replaced)
+        activation = units[0, :, 2, 7].abs()
+        active = activation >= 0.1 * builder["first"]
+        expected = interval(alpha.numpy(), "alpha_k")
+        assert {name: row[name] for name in expected} == pytest.approx(expected, abs=NEAR)
+        assert row["woke"] == pytest.approx(active.double().mean().item())
+        for key, chosen in (("alpha_k_woke", alpha[active]), ("alpha_k_asleep", alpha[~active])):
+            assert row[key] == (pytest.approx(chosen.mean().item(), abs=NEAR) if len(chosen) else None)
+        points = lists["points"][7 * number : 7 * number + 7]
+        assert [point["alpha_k"] for point in points] == pytest.approx(alpha.tolist(), abs=NEAR)
+        # float32 states that two interventions have made large
+        assert [point["activation"] for point in points] == pytest.approx(activation.tolist(), rel=1e-3)
+
+
+def parse(words: str) -> list[tuple[int, int]]:
+    """(layer, unit) of each LAYER/UNIT."""
+    return [tuple(map(int, word.split("/"))) for word in words.split()]
+
+
+def test_silence_is_a_model_without_these_units(tmp_path, monkeypatch):
+    """Rates and loss are those of a model whose down columns are zero; `left` is of its stream."""
+    model = random_model(KINDS["llama_gqa"], seed=12)  # its first builders are in layers 2 and 3
+    settings = given(interventions.SilenceSettings, sequence_length=9, num_builders=3)
+    monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 27)  # batches of 3, 3 and 1
+    rows = interventions.every_silence(settings, saved(model, tmp_path), model)["rows"]
+    tokens = random_tokens(0, range(7), 9, 97)
+    stream, units = observe(model, tokens)
+    largest = 1 + int(disparity_of(stream)[1:].argmax())
+    dimension, builds = contributions_of(model, stream, units, largest)
+    a, b, c, *_ = [unit for unit in builds if unit[0] <= largest]
+    order = [[], [a], [a, b], [a, b, c], [b], [c], [a, b, c], list(builds)[:-4:-1]]
+    assert [parse(row["units"]) for row in rows[:8]] == order
+    assert [row["kind"] for row in rows[6:]] == ["constant", "removers", "elsewhere", "random"]
+    for row in rows:
+        poorer = random_model(KINDS["llama_gqa"], seed=12)
+        if row["kind"] == "constant":
+            for layer, unit in (a, b, c):
+                hold(poorer, layer, unit, units[layer - 1, :, 0, unit].mean())
+        else:
+            for layer, unit in parse(row["units"]):
+                poorer.model.layers[layer - 1].mlp.down_proj.weight.data[:, unit] = 0
+        alpha = alpha_of(explicit(poorer, tokens), 1)  # (n, L, H)
+        assert row["sink_rate"] == pytest.approx((alpha > 0.3).double().mean().item(), abs=NEAR)
+        assert 0 <= row["low"] <= row["sink_rate"] <= row["high"] <= 1
+        assert row["mean_alpha1"] == pytest.approx(alpha.mean().item(), abs=NEAR)
+        with torch.inference_mode():
+            logits = poorer(tokens)[:, :-1]
+        loss = F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:]).item()
+        assert row["loss"] == pytest.approx(loss, rel=1e-5)
+        changed, _ = observe(poorer, tokens)
+        left = changed[largest, :, 0, dimension].mean() / stream[largest, :, 0, dimension].mean()
+        assert row["left"] == pytest.approx(left.item(), rel=1e-4, abs=1e-5)
+        assert row["disparity"] == pytest.approx(disparity_of(changed)[largest].item(), rel=1e-5)
+    random = parse(rows[-1]["units"])
+    assert len(set(random)) == 3 and not {a, b, c} & set(random)
+
+
+def hold(model, layer: int, unit: int, value: torch.Tensor) -> None:
+    """Hold a unit at a value, at position 1."""
+
+    def held(module, inputs):
+        inputs[0][:, 0, unit] = value
+
+    model.model.layers[layer - 1].mlp.down_proj.register_forward_pre_hook(held)
