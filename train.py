@@ -148,7 +148,7 @@ class Training:
                     self.save()
             hint = "--resume goes on, and a larger --max-iters stretches the schedule"
             say(f"{run.folder} is at step {self.step} of {settings.max_iters}; {hint}")
-            runtime.wait_for_all(self.device)
+            runtime.gathered()  # none ends before the last is done
 
     def update(self, signals):
         """Make one step. Returns its row, and whether to stop."""
@@ -197,7 +197,7 @@ class Training:
                 row["sinks"] = self.sinks(signals)
             generator = torch.Generator().manual_seed(self.step)
             text = generate(model, self.tokens.tokenizer, generator, signals=signals)
-        stopped = runtime.any_signal(signals, self.device)
+        stopped = any(runtime.gathered(len(signals)))  # all ranks are told the same
         if is_first_process() and not stopped:
             self.run.append(row)
             self.run.draw_loss()

@@ -46,8 +46,8 @@ def start(settings: RunSettings):
     return settings, device, getattr(torch, dtype)
 
 
-def gathered(value):
-    """Each rank's value, a list."""
+def gathered(value=None):
+    """Each rank's value, a list, when every rank has come here."""
     values = [value] * world_size()
     if dist.is_initialized():
         dist.all_gather_object(values, value)
@@ -115,16 +115,6 @@ def sum_over_ranks(tensor):
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
-
-
-def any_signal(signals, device):
-    """Does any rank's list of signals hold one? All ranks are told the same."""
-    return sum_over_ranks(torch.tensor(float(len(signals)), device=device)).item() > 0
-
-
-def wait_for_all(device) -> None:
-    """Return when every rank has come here."""
-    sum_over_ranks(torch.zeros((), device=device))
 
 
 def progress(*iterable, **keywords):

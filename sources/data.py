@@ -246,7 +246,7 @@ def prepare(settings: Settings):
         print(f"{settings.tokenizer} has neither BOS nor EOS: nothing separates documents")
     with atomic_folder(out) as folder:
         meta = {"source": settings.source, "tokenizer": settings.tokenizer}
-        meta |= {"times": times_of(files), "content": content_of(files)}
+        meta |= {"content": content_of(files), "times": times_of(files)}
         meta |= write_tokens(folder, pieces(settings.source), tokenizer, settings.held_out)
         tokenizer.save(folder)
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")

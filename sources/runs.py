@@ -142,8 +142,8 @@ class Run:
     def opened_log(self):
         """The bytes of the log, which are not read before they are asked for."""
         check_regular(self.log, LARGEST_LOG)
-        with self.log.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as log:
-            yield log
+        with self.log.open("rb") as file:
+            yield mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.log.stat().st_size else b""
 
     def append(self, row) -> None:
         """Add a row to the log; UserError if it cannot be written."""
