@@ -93,7 +93,7 @@ def train(settings: Settings):
         origin = runtime.together(origins.chosen, settings, run)  # before data are prepared
         tokens = runtime.together(data.open_data, settings, origin is not None)
         training = runtime.together(Training, settings, run, origin, tokens, device, dtype)
-        facts = {"step": training.step, "data": tokens.meta.fingerprint, "commit": commit()}
+        facts = {"step": training.step, "data set": tokens.meta.fingerprint, "commit": commit()}
         runtime.check_agreement(facts | {"torch": torch.__version__} | asdict(settings))
         training.go_on()
     return run.folder

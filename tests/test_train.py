@@ -528,14 +528,16 @@ os.chdir("{place}/machine" + os.environ["RANK"])
     "change, expected",
     [
         ("", "rank 0 has step 4, rank 1 0"),
-        ("seed = 42 + int(os.environ['RANK'])\n", "rank 0 has seed 42, rank 1 43"),
+        ("data = 'set'\n", "rank 0 has data set "),
         ("model = ['backcopy', 'backcopi'][int(os.environ['RANK'])]\n", "rank 1: "),
     ],
 )
 def test_machines_that_differ_begin_nothing(tokens, stopped, tmp_path, change, expected):
-    """Of two, one has a run; or they are told different things; or one meets a mistake before they meet."""
+    """Of two, one has a run; or each has data of its own; or one meets a mistake before it meets the other."""
     for number in (0, 1):
         (tmp_path / f"machine{number}").mkdir()
+        meta = Path(shutil.copytree(tokens, tmp_path / f"machine{number}" / "set")) / "meta.json"
+        meta.write_text(meta.read_text().replace('"fingerprint": "', f'"fingerprint": "{number}'))
     if not change:
         shutil.copytree(stopped, tmp_path / "machine0" / "run")
     config = config_file(small(tokens, Path("run"), resume=True), tmp_path)
