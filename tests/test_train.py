@@ -533,7 +533,7 @@ os.chdir("{place}/machine" + os.environ["RANK"])
     ],
 )
 def test_machines_that_differ_begin_nothing(tokens, stopped, tmp_path, change, expected):
-    """Of two, one has a run; or each has data of its own; or one meets a mistake before it meets the other."""
+    """Of two, one has a run; or each has its own data; or one meets a mistake before it meets the other."""
     for number in (0, 1):
         (tmp_path / f"machine{number}").mkdir()
         meta = Path(shutil.copytree(tokens, tmp_path / f"machine{number}" / "set")) / "meta.json"
