@@ -197,7 +197,7 @@ def test_every_script_on_what_the_hub_serves(tmp_path, monkeypatch, capsys):
             length = ["--sequence-length", 16, "--num-sequences", 12, "--dtype", "float32"]
             done = run_here(*words.split(), "--model", "org/gpt2", *length)
             assert done.returncode == 0, done.stderr
-            assert read_json(Path(f"results/{name}.json"))["rows"]
+            assert read_json(Path(f"out/{name}.json"))["rows"]
         few = {"paper": ["--paper-sequences", 20, "--paper-length", 9], "compare": ["--permutations", 199]}
         for command, words in few.items():
             done = run_here("seedprint", command, "org/gpt2", "saved", *words)
