@@ -30,7 +30,6 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 import torch._dynamo  # which an optimizer imports: once here, not in every process
 
-import sinks
 import train
 from lib import runtime
 from sources import checkpoint, data
@@ -58,7 +57,7 @@ SMALL = {  # seven steps of a small model, with a checkpoint that is removed aga
 STAGES = [  # a run is told to stop when it calls this function for the second time
     (train, "learning_rate"),
     (train, "evaluate"),
-    (sinks, "sink_statistics"),
+    (train, "sink_statistics"),
     (train, "generate"),
     (Run, "save"),
 ]
