@@ -89,7 +89,7 @@ def train(settings: Settings):
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
     run = Run(settings.out)
-    with run.alone():
+    with runtime.together(run.lock):
         origin = runtime.together(origins.chosen, settings, run)  # before data are prepared
         tokens = runtime.together(data.open_data, settings, origin is not None)
         training = runtime.together(Training, settings, run, origin, tokens, device, dtype)

@@ -66,17 +66,11 @@ class Run:
                 raise UserError(f"{self.folder} was begun with {was}: resume with the same")
         return replace(begun, **changes)
 
-    @contextlib.contextmanager
-    def alone(self):
-        """Hold the folder for this process group, swept of what killed ones left; UserError if it is held."""
-        lock = runtime.together(self.lock)
-        try:
-            yield
-        finally:
-            lock.close()
-
     def lock(self):
-        """The first process's open, locked file, which says who holds it; UserError if another one does."""
+        """Hold the folder, swept of what killed processes left, until the file that is returned is closed.
+
+        It says who holds it. UserError if another process group does.
+        """
         path = self.folder / ".lock"
         lock = path.open("a+")
         if is_first_process():

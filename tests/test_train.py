@@ -391,7 +391,7 @@ def test_a_run_is_left_as_it_is(stopped, words, expected):
 
 
 def test_one_process_group_a_run(stopped):
-    with Run(stopped).alone():
+    with Run(stopped).lock():
         refused = run_here("train.py", "--resume", "--out", stopped, "--max-iters", 9)
     assert_refused(refused, f"process {os.getpid()} of {os.uname().nodename} trains in", ".lock")
 
