@@ -8,7 +8,6 @@ A command makes each result that is missing. Runs of training that it reads are 
 <out>/README.md has a line for each table, figure, finding and proposition.
 """
 
-import functools
 import shlex
 import signal
 import subprocess
@@ -19,7 +18,6 @@ from typing import Literal
 
 from lib import runtime
 from lib.files import atomic_file, read_json
-from lib.results import ROOT
 from lib.settings import Command, OutputSettings, UserError, run_script
 from reproduce.claims import CLAIMS
 
@@ -112,9 +110,6 @@ def reproduce(settings: Settings) -> None:
                     failed.append(name)
     finally:  # also where somebody interrupts
         write_report(settings.out)
-    of_other_code = [name for name in RESULTS if is_of_other_code(read_result(settings.out, name))]
-    if of_other_code:
-        print(f"of other code than today's (--again NAME): {' '.join(of_other_code)}")
     if failed:
         raise UserError(f"these commands failed: {', '.join(failed)}")
 
@@ -150,19 +145,6 @@ def read_result(out, name):
         return read_json(Path(out, f"{name}.json"))
     except UserError:
         return None
-
-
-def is_of_other_code(result):
-    """Has code changed since the commit of a result? False where nothing tells: no checkout, no commit."""
-    commit = result and result["environment"]["commit"]
-    return commit is not None and has_changed_since(commit.removesuffix("-dirty"))
-
-
-@functools.cache
-def has_changed_since(commit):
-    """Do the project's .py files differ from those of a commit? False if git does not know it."""
-    command = ["git", "diff", "--quiet", commit, "--", "*.py"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 1
 
 
 def write_report(out) -> None:
