@@ -2,8 +2,7 @@
 
     python -m reproduce.errors                      # all pairs of 45 newborns: half an hour
 
-Newborns of different seeds are unrelated by construction, so every rejection is an error; a sound test
-rejects 1 % at p <= 0.01. Much hangs on what the models read, and on how they are drawn.
+Newborns of different seeds are unrelated: a sound test calls 1 % of their pairs related at p <= 0.01.
 """
 
 import functools

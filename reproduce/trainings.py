@@ -5,11 +5,13 @@
     python -m reproduce.trainings perplexity --text wiki.txt         # `laptop` on any text, six hours
     python -m reproduce.trainings train runs/lineage                 # runs alone: a folder of them, or some
 
-Each run is made once, in runs/, by one thread, and reused; one that was stopped is taken up again. What runs
-of `calibrations` and `perplexity` came to is noted beside the result, in a .jsonl file, and not made again.
+Each run is made once, in runs/, by one thread; one that was stopped is taken up again. What those of
+`calibrations` and `perplexity` came to is noted beside the result, in a .jsonl file, and not made again.
 """
 
+import functools
 import itertools
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -90,13 +92,11 @@ def calibration_runs(*configs):
         kinds, seeds = CALIBRATED[config]
         for kind, seed in itertools.product(kinds, seeds):
             changes = {"explicit_sink": True} if kind == "explicit" else {"attn_calibration": kind}
-            name = f"calibrations/{config}-{kind}-{seed}"
-            if config == CONFIG:
-                name = f"text/{kind}-{seed}"
-            else:
+            name = f"text/{kind}-{seed}"
+            if config != CONFIG:
                 changes |= {"keep": "last", "track_sinks": False}
-                if (kind, seed) == ("none", 42):  # what `train.py configs/<config>.py` makes
-                    name = config
+                is_plain = (kind, seed) == ("none", 42)  # what `train.py configs/<config>.py` makes
+                name = config if is_plain else f"calibrations/{config}-{kind}-{seed}"
             runs[config, kind, seed] = training(name, config, seed=seed, **changes)
     return runs
 
@@ -141,28 +141,29 @@ def lineage(settings: RunSettings):
     tokens = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
     pairs = table_pairs(runs, "llama", "4a", "4b, 8", "4c", "5")
     pairs += table_pairs(runs, "qwen", "9", "10", "11", "12")
-    models, weights, outputs = {}, {}, {}  # by folder: for the baselines, for `compare`, for the paper's test
-    for folder in {folder for pair in pairs for folder in pair[1:3]}:
+
+    @functools.cache
+    def read(folder):
         spec = checkpoint.parse_spec(folder)
         model = spec.load(experiment.device, experiment.dtype)
-        models[folder] = model
-        weights[folder] = read_model(folder, spec.open())
-        outputs[folder] = last_outputs(model, model.config.vocab_size, PaperSettings())
+        return (
+            model,
+            read_model(folder, spec.open()),
+            last_outputs(model, model.config.vocab_size, PaperSettings()),
+        )
+
     rows = []
     for table, base, suspect, kin in runtime.progress(pairs, desc="lineage", unit=" pairs"):
+        models, weights, outputs = zip(read(base), read(suspect))
         row = {"table": table, "base": base, "suspect": suspect, "kin": kin}
-        row |= compare_models(weights[base], weights[suspect], CompareSettings())[0]
-        row |= paper_test(outputs[base], outputs[suspect])
-        rows.append(row | similarities(models[base], models[suspect], tokens))
+        row |= compare_models(*weights, CompareSettings())[0]
+        rows.append(row | paper_test(*outputs) | similarities(*models, tokens))
     columns = ("table", "base", "suspect", "kin", "verdict", "paper_t_p", "paper_u_p", *BASELINES)
     return experiment.save(rows, columns)
 
 
 def table_pairs(runs, style, newborns, children, others, continued):
-    """(table, base, suspect, whether they are related) of every row of a style's four tables.
-
-    Of newborns, newborns and their children, and others' children, and children after a second corpus.
-    """
+    """(table, base, suspect, whether they are related) of every row of a style's four tables."""
     child = {seed: runs[style, seed, 1].out for seed in SEEDS}
     birth = {seed: f"{child[seed]}/step_0000000" for seed in SEEDS}
     unrelated = list(zip(SEEDS, SEEDS[1:] + SEEDS[:1]))  # each seed and the next
@@ -208,13 +209,13 @@ def paired_differences(rows):
     """Each kind's sink rate and losses minus those of the same seeds with none: means and intervals."""
     found = []
     for key in ("sink_rate", "val_loss", "mean_loss"):
-        for config in unique(rows, "config"):
-            paired = differences([row for row in rows if row["config"] == config], key)
-            for kind in unique(paired, "calibration"):
-                values = [row[key] for row in paired if row["calibration"] == kind]
-                if len(values) > 1:
-                    row = {"config": config, "calibration": kind, "of": key, "seeds": len(values)}
-                    found.append(row | interval(values))
+        values = defaultdict(list)
+        for row in differences(rows, key):
+            values[row["config"], row["calibration"]].append(row[key])
+        for (config, kind), of_seeds in values.items():
+            if len(of_seeds) > 1:
+                row = {"config": config, "calibration": kind, "of": key, "seeds": len(of_seeds)}
+                found.append(row | interval(of_seeds))
     return found
 
 

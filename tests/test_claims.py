@@ -29,7 +29,7 @@ def calibrated(*first):
     """Losses of the runs of two calibrations, of one seed each."""
     names = ["amplify"] * len(first) + ["none"] * len(first)
     losses = [*first, 2.0, 2.1, 2.05][: 2 * len(first)]
-    return dict(seed=[*range(len(first))] * 2, calibration=names, loss=losses)
+    return dict(config="c", seed=[*range(len(first))] * 2, calibration=names, loss=losses)
 
 
 def by_seeds(theory, seeds):
