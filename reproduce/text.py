@@ -22,7 +22,7 @@ from scipy.stats import rankdata
 import sinks
 import train
 from lib import runtime
-from lib.figures import COLOURS, curves, legend_below, new_figure, save_figure, unique
+from lib.figures import COLOURS, curves, new_figure, save_figure, unique
 from lib.files import read_json
 from lib.random import keyed_generator
 from lib.results import Experiment
@@ -196,8 +196,7 @@ def draw_kinds(path, title, panels) -> None:
             axes.axhline(0, color="black", lw=0.6)
         if x == "sequence_length":
             axes.set_xscale("log")
-    legend_below(figure, grid[0, 0])
-    save_figure(figure, path)
+    save_figure(figure, path, grid[0, 0])
 
 
 @torch.inference_mode()

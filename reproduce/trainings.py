@@ -5,8 +5,7 @@
     python -m reproduce.trainings perplexity --text wiki.txt         # `laptop` on any text, six hours
     python -m reproduce.trainings train runs/lineage                 # runs alone: a folder of them, or some
 
-Each run is made once, in runs/, by one thread; one that was stopped is taken up again. What those of
-`calibrations` and `perplexity` came to is noted beside the result, in a .jsonl file, and not made again.
+Each run is made once, in runs/, by one thread, and reused; one that was stopped is taken up again.
 """
 
 import functools
@@ -31,7 +30,7 @@ from seedprint import PaperSettings, last_outputs, paper_test
 from sources import checkpoint
 from sources.data import TokenData, default_folder
 from sources.inputs import TextSettings, read_tokens
-from sources.runs import Run, read_rows, write_log
+from sources.runs import Run, read_rows
 
 SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base of their table
@@ -134,7 +133,7 @@ def lineage(settings: RunSettings):
     """What do `compare`, the paper's test and four baselines say of each pair in the papers' tables?"""
     runtime.start(settings)  # hours of training are not for an --out that cannot be written
     runs = lineage_runs()
-    train_all(list(runs.values()))
+    train_all(runs.values())
     experiment = Experiment.begin("lineage", "BB Tables 4, 5, 8-12", settings)  # its seconds are of measuring
     learned = runs["llama", BASE, 1]
     data = TokenData(default_folder(learned.source, learned.tokenizer))
@@ -146,11 +145,8 @@ def lineage(settings: RunSettings):
     def read(folder):
         spec = checkpoint.parse_spec(folder)
         model = spec.load(experiment.device, experiment.dtype)
-        return (
-            model,
-            read_model(folder, spec.open()),
-            last_outputs(model, model.config.vocab_size, PaperSettings()),
-        )
+        outputs = last_outputs(model, model.config.vocab_size, PaperSettings())
+        return model, read_model(folder, spec.open()), outputs
 
     rows = []
     for table, base, suspect, kin in runtime.progress(pairs, desc="lineage", unit=" pairs"):
@@ -176,9 +172,11 @@ def table_pairs(runs, style, newborns, children, others, continued):
 
 def calibrations(settings: OutputSettings):
     """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12; six hours)"""
-    experiment = Experiment.begin("calibrations", "BB Figure 12; SO", settings)
+    runtime.start(settings)
     runs = calibration_runs("backcopy", "laptop")
-    rows = noted_rows(experiment.folder / "calibrations.jsonl", runs, lambda *of: end_of(*of)[0])
+    train_all(runs.values())
+    experiment = Experiment.begin("calibrations", "BB Figure 12; SO", settings)
+    rows = [end_of(run, *key)[0] for key, run in runs.items()]
     for path in sorted(Path(TEXT).glob(f"{CONFIG}-*.jsonl")):
         begun, *_, end = read_rows(path)
         rows.append({name: (begun | end).get(name) for name in rows[0]})
@@ -191,18 +189,6 @@ def calibrations(settings: OutputSettings):
     title = "Which calibration ends sinks, and what does it cost? (dots: seeds; bars: their means)"
     draw_kinds(experiment.folder / "calibrations.png", title, rates + costs)
     return experiment.save(rows, differences=paired_differences(rows))
-
-
-def noted_rows(path, runs, measure, **same):
-    """A row of each run; one that a file does not note, with the items `same`, is trained and measured."""
-    rows = [row for row in read_rows(path) if row.items() >= same.items()]
-    noted = {(row["config"], row["calibration"], row["seed"]): row for row in rows}
-    for key, run in runs.items():
-        if key not in noted:
-            train_all([run])
-            noted[key] = measure(run, *key) | same
-            write_log(path, noted.values())
-    return [noted[key] for key in runs]
 
 
 def paired_differences(rows):
@@ -222,20 +208,20 @@ def paired_differences(rows):
 def perplexity(settings: PerplexitySettings):
     """What does each model of `laptop` lose on a text that nobody trained on, in nats/token? (BB Table 7)"""
     check_regular(Path(settings.text))
+    runtime.start(settings)
+    runs = calibration_runs("laptop")
+    train_all(runs.values())
     experiment = Experiment.begin("perplexity", "BB Table 7", settings)
-
-    def measure(run, *key):
+    reading = TextSettings(text=settings.text, num_sequences=256, device=experiment.device.type)
+    rows = []
+    for key, run in runs.items():
         spec = checkpoint.parse_spec(run.out)
         model = spec.load(experiment.device, experiment.dtype)
-        reading = TextSettings(text=settings.text, num_sequences=256, device=experiment.device.type)
         tokens = read_tokens(reading, spec, model.config.context_length + 1)
         windows = tokens[:, :-1], tokens[:, 1:]
         loss = train.evaluate(model, *windows, 16, experiment.device, torch.float32)  # no autocast
-        return begun_row(run, *key) | {"text_loss": loss}
-
-    path = experiment.folder / "perplexity.jsonl"
-    digest = sha256(Path(settings.text))
-    return experiment.save(noted_rows(path, calibration_runs("laptop"), measure, text_sha256=digest))
+        rows.append(begun_row(run, *key) | {"text_loss": loss, "text_sha256": sha256(Path(settings.text))})
+    return experiment.save(rows)
 
 
 COMMANDS = {
