@@ -48,9 +48,11 @@ def intervene(settings: InterveneSettings):
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
     experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
     factor = max(settings.factor)
-    model = lists["rows"][0]["checkpoint"]  # the first
-    shown = [row for row in lists["points"] if row["checkpoint"] == model and row["factor"] in (None, factor)]
-    question = f"Where the first builder of {short_names([model])[0]} is active at position {k}, is that a sink? (a point per "
+    first_model = lists["rows"][0]["checkpoint"]
+    shown = [point for point in lists["points"] if point["checkpoint"] == first_model]
+    shown = [point for point in shown if point["factor"] in (None, factor)]
+    (name,) = short_names([first_model])
+    question = f"Where the first builder of {name} is active at position {k}, is that a sink? (a point per "
     question += f"sequence; a factor of {factor:g} in all layers can break a model: attention rises anyhow)"
     keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed", "style": "o"}
     labels = {"xlabel": f"|activation| of the first builder at {k}", "ylabel": f"attention to position {k}"}
