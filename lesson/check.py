@@ -165,8 +165,7 @@ def child_hidden(hide):
     """5. Can a child be hidden? It must compute the same, with nearly every coordinate elsewhere."""
     model = trained_child(1)
     disguised = copy.deepcopy(model)
-    hidden = hide(copy.deepcopy(model.state_dict()))
-    disguised.load_state_dict(hidden)
+    disguised.load_state_dict(hide(copy.deepcopy(model.state_dict())))
     tokens = random_tokens(0, range(4), LENGTH, VOCABULARY)
     off = (disguised(tokens) - model(tokens)).abs().max()
     expect(off < 1e-3, f"the logits differ by {off:.2g}")  # a rotation: by 1e-5 in float32, a wrong one: 0.1
@@ -249,9 +248,8 @@ def child_told(is_child):
         maps.append((f"a merge with the base's layers {start + 1} and {start + 2}", merge, True))
     for name, shares, is_related in maps:
         quarters = ", ".join(f"{100 * max(quarter):.0f}" for quarter in np.array_split(shares, 4))
-        said = f"{name} is {'a' if is_related else 'no'} child"
-        fault = f"{said}; at most {quarters} % of a layer are matched in the quarters of its depth"
-        expect(is_child(list(shares)) == is_related, fault)
+        fault = f"{name} is {'a' if is_related else 'no'} child; at most {quarters} % of a layer are matched"
+        expect(is_child(list(shares)) == is_related, f"{fault} in the quarters of its depth")
     return f"{len(maps)} maps are told rightly"
 
 

@@ -49,14 +49,16 @@ def intervene(settings: InterveneSettings):
     experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
     factor = max(settings.factor)
     first_model = lists["rows"][0]["checkpoint"]
-    shown = [point for point in lists["points"] if point["checkpoint"] == first_model]
-    shown = [point for point in shown if point["factor"] in (None, factor)]
+    shown = []
+    for point in lists["points"]:
+        if point["checkpoint"] == first_model and point["factor"] in (None, factor):
+            shown.append(point | {"changed in layer": point["changed"]})
     (name,) = short_names([first_model])
     question = f"Where the first builder of {name} is active at position {k}, is that a sink? (a point per "
     question += f"sequence; a factor of {factor:g} in all layers can break a model: attention rises anyhow)"
-    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed", "style": "o"}
+    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed in layer"}
     labels = {"xlabel": f"|activation| of the first builder at {k}", "ylabel": f"attention to position {k}"}
-    curves(shown, experiment.folder / "intervene.png", question, **keys, log="x", **labels)
+    curves(shown, experiment.folder / "intervene.png", question, **keys, style="o", log="x", **labels)
     columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "woke")
     return experiment.save(**lists, columns=(*columns, "alpha_k_woke", "alpha_k_asleep"))
 

@@ -212,12 +212,12 @@ def born(run):
     is_sink = alpha >= alpha.max().clamp(max=sinks.EPSILON)  # the largest at least
     heads = [(place + 1, head) for place, head in is_sink.nonzero().tolist()]  # layers from 1
     sink = {"layer": layer, "dimension": activity.dimension(layer), "heads": heads}
-    named = {"run": Path(run.out).name}
-    rows = [named | sink | {"builders": specials(checkpoint.load(steps[0]), tokens, sink, builders)}]
+    name = Path(run.out).name
+    rows = [{"run": name} | sink | {"builders": specials(checkpoint.load(steps[0]), tokens, sink, builders)}]
     for step in runtime.progress(steps, desc=run.out, unit=" steps"):
-        links = links_of(checkpoint.load(step), tokens, sink, builders)
-        rows.append(named | {"step": int(step.name.removeprefix("step_"))} | links)
-    return f"birth_{named['run']}", rows
+        key = {"run": name, "step": int(step.name.removeprefix("step_"))}
+        rows.append(key | links_of(checkpoint.load(step), tokens, sink, builders))
+    return f"birth_{name}", rows
 
 
 def links_of(model, tokens, sink, builders):
