@@ -248,8 +248,9 @@ def child_told(is_child):
         maps.append((f"a merge with the base's layers {start + 1} and {start + 2}", merge, True))
     for name, shares, is_related in maps:
         quarters = ", ".join(f"{100 * max(quarter):.0f}" for quarter in np.array_split(shares, 4))
-        fault = f"{name} is {'a' if is_related else 'no'} child; at most {quarters} % of a layer are matched"
-        expect(is_child(list(shares)) == is_related, f"{fault} in the quarters of its depth")
+        said = f"{name} is {'a' if is_related else 'no'} child"
+        fault = f"{said}; at most {quarters} % of a layer are matched in the quarters of its depth"
+        expect(is_child(list(shares)) == is_related, fault)
     return f"{len(maps)} maps are told rightly"
 
 

@@ -66,11 +66,10 @@ def curves(
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     for value, name, axes in zip(panels, titles, grid.flat):
-        drawn = points
         if panel:
-            drawn = [point for point in points if point[panel] == value]
             axes.set_title(f"{panel.replace('_', ' ')}: {name}", fontsize=10)
-        for label, line in lines_of(drawn, series, unique(points, series)):
+        for label, line in lines_of(points, series):
+            line = [point for point in line if not panel or point[panel] == value]
             places = [point[x] for point in line]
             heights = np.array([point[y] for point in line])
             (curve,) = axes.plot(places, heights, style, label=label)
@@ -96,9 +95,9 @@ def curves(
     save_figure(figure, path, grid[0, 0])
 
 
-def lines_of(points, series, names=None):
-    """A label and the points of each name that a series has, or of other `names`, as colours go by names."""
-    names = names or unique(points, series)
+def lines_of(points, series):
+    """A label and the points of each name that a series has."""
+    names = unique(points, series)
     for name, label in zip(names, short_names(names)):
         yield f" {label}", [point for point in points if point[series] == name]  # " ": matplotlib hides _name
 

@@ -224,7 +224,8 @@ def right_answers(rows):
 
 def at_most(rows, bound, *names):
     """Are some columns nowhere above a bound, a number or another column?"""
-    text, _ = ranges(rows, *names, *[bound] if bound in rows[0] else [])
+    shown = [*names, bound] if bound in rows[0] else names
+    text, _ = ranges(rows, *shown)
     return text, [row[name] <= row.get(bound, bound) for row in rows for name in names]
 
 

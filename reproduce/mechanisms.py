@@ -104,8 +104,9 @@ def engage(settings: NewbornSettings):
         for normed, inputs in ((True, block.post_attention_layernorm(x)), (False, x)):
             expected_std = STD * inputs.square().sum(1).mean().sqrt().item()
             cosine = one_block_cosine(model.config.mlp, expected_std, d, settings.init)
-            row = {"normed": normed, "theory": cosine, "preactivation_std": gate(inputs).float().std().item()}
-            births.rows.append(key | row | pairwise_cosine(block.mlp(inputs)))
+            row = key | {"normed": normed, "theory": cosine}
+            row["preactivation_std"] = gate(inputs).float().std().item()
+            births.rows.append(row | pairwise_cosine(block.mlp(inputs)))
     question = "Does the norm spread pre-activations to where the activation is asymmetric? (False: no norm)"
     theories = {"theory": "quadrature"}
     measured = ("mean_cosine", "std_cosine", "preactivation_std")
@@ -187,8 +188,10 @@ def averaging_limit(T, layers):
     """The same by BB Proposition 5: 1/T + (1 - 1/T) rho_L, where rho_L is the limit of infinite T."""
     cosines = []
     for L in range(1, layers + 1):
-        terms = [math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1) for k in range(L)]
-        cosines.append(1 / T + (1 - 1 / T) * sum(terms))
+        rho = 0.0
+        for k in range(L):
+            rho += math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1)
+        cosines.append(1 / T + (1 - 1 / T) * rho)
     return cosines
 
 

@@ -245,11 +245,9 @@ def specials(newborn, tokens, sink, builders):
     """Each builder's percentiles in its layer at birth; `p` of their mean, against random units' (DRAWS)."""
     activity = observe(newborn, tokens)
     weights = torch.stack([down[sink["dimension"]].abs() for down in activity.down])  # (L, d_ff)
-    percentiles = []
-    for scores in (activity.at_1.abs() - activity.elsewhere, weights):
-        ranks = rankdata(scores.numpy(), "ordinal", axis=1) - 1
-        percentiles.append(100 * (ranks / (scores.shape[1] - 1)))
-    activation, weight = percentiles
+    activations = activity.at_1.abs() - activity.elsewhere
+    below = rankdata([activations, weights], "min", axis=2) - 1  # units of the layer that have less
+    activation, weight = 100 * (below / (weights.shape[1] - 1))  # (L, d_ff) each
     both = activation + weight
     layers, units = np.array(builders).T
     found = both[layers - 1, units].mean()
