@@ -14,7 +14,6 @@ from scipy.stats import t as student
 from lib.results import interval
 from model import PRESETS
 from reproduce.baselines import BASELINES, THRESHOLD
-from reproduce.text import differences
 
 LEVEL, LOG10_LEVEL = 0.01, -2.0  # the papers' level of significance
 TESTS = ["t-test", "U-test"]  # the paper's
@@ -102,6 +101,17 @@ def by_mean(rows, name, is_so):
     if len(rows) < 2:
         return "too few runs to say", [None]
     return by_interval([interval(column(rows, name), name)], name, is_so)
+
+
+def differences(rows, key):
+    """Rows of `key` minus that of the uncalibrated run of the same configuration, seed and step."""
+
+    def run_of(row):
+        return row["config"], row["seed"], row.get("step")
+
+    base = {run_of(row): row[key] for row in rows if row["calibration"] == "none"}
+    others = [row for row in rows if row["calibration"] != "none" and run_of(row) in base]
+    return [row | {key: row[key] - base[run_of(row)]} for row in others]
 
 
 def than_none(rows, calibration, name, is_so):

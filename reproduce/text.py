@@ -29,6 +29,7 @@ from lib.results import Experiment
 from lib.settings import Command, OutputSettings, UserError, run_script
 from measure import attention
 from measure.units import observe
+from reproduce.claims import differences
 from sources import checkpoint
 from sources.data import default_folder, open_data
 from sources.inputs import read_tokens
@@ -147,17 +148,6 @@ def reading_of(run):
     begins_with_bos = run.bos_first or run.tokenizer == "bytes"  # as backcopy's documents do
     text = str(default_folder(run.source, run.tokenizer))
     return sinks.Settings(text=text, first_token="bos" if begins_with_bos else None, device="cpu")
-
-
-def differences(rows, key):
-    """Rows of `key` minus that of the uncalibrated run of the same configuration, seed and step."""
-
-    def run_of(row):
-        return row["config"], row["seed"], row.get("step")
-
-    base = {run_of(row): row[key] for row in rows if row["calibration"] == "none"}
-    others = [row for row in rows if row["calibration"] != "none" and run_of(row) in base]
-    return [row | {key: row[key] - base[run_of(row)]} for row in others]
 
 
 def draw_text(path, rows, ends) -> None:
