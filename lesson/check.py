@@ -72,11 +72,10 @@ def grade(exercise):
     except NotImplementedError:
         return False, f"{name} is still to be written in {place}"
     except (Exception, SystemExit) as error:  # the student's own code may fail in any way
-        for frame in traceback.extract_tb(error.__traceback__):
-            if frame.filename == path:  # the last one is where it failed
-                place = f"lesson/answers/{exercise}.py, line {frame.lineno}"
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f", line {frame.lineno}" for frame in frames if frame.filename == path]
         first_line = str(error).partition("\n")[0]
-        return False, f"{place}: {type(error).__name__} {first_line}"
+        return False, f"{place}{''.join(lines[-1:])}: {type(error).__name__} {first_line}"
 
 
 def expect(is_right, fault) -> None:
@@ -167,8 +166,7 @@ def child_hidden(hide):
     """5. Can a child be hidden? It must compute the same, with nearly every coordinate elsewhere."""
     model = trained_child(1)
     disguised = copy.deepcopy(model)
-    hidden = hide(copy.deepcopy(model.state_dict()))
-    disguised.load_state_dict(hidden)
+    disguised.load_state_dict(hide(copy.deepcopy(model.state_dict())))
     tokens = random_tokens(0, range(4), LENGTH, VOCABULARY)
     off = (disguised(tokens) - model(tokens)).abs().max()
     expect(off < 1e-3, f"the logits differ by {off:.2g}")  # a rotation: by 1e-5 in float32, a wrong one: 0.1

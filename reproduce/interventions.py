@@ -1,9 +1,6 @@
 """What makes a sink, what weakens it, and which constants end it? What only the papers need beside sinks.py.
 
-python -m reproduce.interventions intervene     # can position 10 be made a sink?
-python -m reproduce.interventions silence       # which hidden units build the sink?
-python -m reproduce.interventions first         # do heads sink on a position, or on a token?
-python -m reproduce.interventions transplant    # sinks.py's cases, and controls
+python -m reproduce.interventions silence       # which hidden units build the sink? --help has all four
 """
 
 import itertools
@@ -14,7 +11,7 @@ import numpy as np
 import torch
 
 import sinks
-from lib.figures import curves, draw_interventions, draw_silence
+from lib.figures import curves, short_names
 from lib.random import keyed_generator
 from lib.results import interval
 from lib.runtime import progress
@@ -50,7 +47,18 @@ def intervene(settings: InterveneSettings):
     if k > settings.sequence_length:
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
     experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
-    draw_interventions(experiment.folder / "intervene.png", lists["points"], k, max(settings.factor))
+    factor = max(settings.factor)
+    first_model = lists["rows"][0]["checkpoint"]
+    shown = []
+    for point in lists["points"]:
+        if point["checkpoint"] == first_model and point["factor"] in (None, factor):
+            shown.append(point | {"changed in layer": point["changed"]})
+    (name,) = short_names([first_model])
+    question = f"Where the first builder of {name} is active at position {k}, is that a sink? (a point per "
+    question += f"sequence; a factor of {factor:g} in all layers can break a model: attention rises anyhow)"
+    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed in layer"}
+    labels = {"xlabel": f"|activation| of the first builder at {k}", "ylabel": f"attention to position {k}"}
+    curves(shown, experiment.folder / "intervene.png", question, **keys, style="o", log="x", **labels)
     columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "woke")
     return experiment.save(**lists, columns=(*columns, "alpha_k_woke", "alpha_k_asleep"))
 
@@ -115,7 +123,15 @@ def replace_heads(model, k, changed, kind, factor):
 def silence(settings: SilenceSettings):
     """Which hidden units build the sink? 1, 2, 4, ... of them are set to zero (ours; ten minutes)"""
     experiment, lists = measure_models("silence", "ours", settings, every_silence)
-    draw_silence(experiment.folder / "silence.png", lists["rows"])
+    points = []
+    for row in lists["rows"]:
+        who = "" if row["kind"] in ("none", "first") else ", controls"
+        if row["kind"] not in ("alone", "constant"):
+            points.append(row | {"model": row["checkpoint"] + who})
+    question = "How far must one dimension fall before the sink goes?"
+    keys = {"x": "disparity", "y": "sink_rate", "series": "model", "style": "o"}
+    labels = {"xlabel": "largest / mean |dimension| at position 1", "ylabel": "share of heads that sink"}
+    curves(points, experiment.folder / "silence.png", question, **keys, log="x", **labels)
     columns = ("checkpoint", "kind", "num_silenced", "left", "disparity", "sink_rate", "low", "high")
     return experiment.save(**lists, columns=(*columns, "mean_alpha1", "loss", "units"))
 

@@ -3,8 +3,7 @@
     python -m reproduce.robustness                                     # smollm2 and its children: an hour
     python -m reproduce.robustness smollm2 A.gguf B.gguf C.gguf        # and other language models, all pairs
 
-Children are changed here, and by `lineage/disguise.py`, whose changes are not felt. The thresholds of
-`lineage/table.py` rest on the rows.
+The thresholds of `lineage/table.py` rest on the rows.
 """
 
 import itertools
@@ -132,9 +131,8 @@ def pruned(source, share):
     """Every matrix without its smallest numbers, a share of all."""
 
     def change(_, weight):
-        size = weight.abs()
-        least = size.flatten().kthvalue(max(1, int(share * weight.numel()))).values
-        return weight.where(size > least, 0)
+        least = weight.abs().flatten().kthvalue(max(1, int(share * weight.numel()))).values
+        return weight.where(weight.abs() > least, 0)
 
     return of_matrices(source, change)
 
@@ -172,10 +170,7 @@ def cut(source, layers):
 
 
 def trained(model, tokens, rates, teacher=None):
-    """A checkpoint of a model after AdamW on tokens (n, T), a sequence a step.
-
-    `rates` is the learning rate of each step, or of all. With a `teacher`, its probabilities are learned.
-    """
+    """A checkpoint of a model after AdamW on tokens (n, T), or on a teacher's outputs, a sequence a step."""
     model = model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     for batch, rate in zip(tokens.split(1), np.broadcast_to(rates, len(tokens)).tolist()):

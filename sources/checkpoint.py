@@ -7,7 +7,6 @@
 >>> model = checkpoint.load("Qwen/Qwen2.5-0.5B")      # from the Hub: also ORG/NAME@COMMIT, ORG/NAME/file.gguf
 """
 
-import difflib
 import functools
 import json
 import re
@@ -22,13 +21,13 @@ from safetensors.torch import save_file
 from init import birth_value, newborn
 from lib.files import atomic_folder, read_json
 from lib.results import HUB_COMMITS
-from lib.settings import UserError, check_choice
+from lib.settings import UserError, check_choice, closest
 from model import PRESETS, Transformer
 from sources import formats
 from sources.formats import CheckpointReader, config_json, open_checkpoint, parameter_shapes
 from sources.gguf import LazyTensor, smollm2
 
-ON_HUB = re.compile(r"((?:\w[\w.-]*/)?\w[\w.-]*)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
+ON_HUB = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
 FOLDERS = ("runs", "data", "models", "results")  # that a user has here, or will have
 
 
@@ -45,8 +44,11 @@ class Spec:
 
     @property
     def label(self):
-        """The name, with its seed."""
-        return f"{self.name}@{self.seed}" if self.name == self.preset else self.name
+        """The name, with its seed, and what else differs from its default."""
+        if self.name != self.preset:
+            return self.name
+        embedding = "" if self.embedding_seed in (None, self.seed) else f":{self.embedding_seed}"
+        return f"{self.name}@{self.seed}{embedding}"
 
     @property
     def is_newborn(self):
@@ -145,19 +147,18 @@ def parse_spec(text, scheme="gpt2"):
         check_choice(preset, PRESETS, "preset")
         return Spec(text, None, preset, int(seed), int(embedding_seed or seed), scheme)
     found = ON_HUB.fullmatch(text)
-    first = text.split("/")[0]
-    is_path = first in FOLDERS or isdir(first)  # and stays here
-    meant = [] if "/" in text else difflib.get_close_matches(text, [*PRESETS, "smollm2"], 1, 0.8)
-    if found and not meant and not is_path:
+    names = {"smollm2": "smollm2", **{preset: f"{preset}@42" for preset in PRESETS}}
+    meant = names.get(closest(text, names, 0.75))  # gpt2 is a name of the Hub
+    if found and not meant and text.split("/")[0] not in FOLDERS:  # a path of ours stays here
         from sources import hub  # not before it is needed: its library takes a while
 
         folder = hub.fetch(*found.groups())
         HUB_COMMITS[text] = formats.folder_of(folder).name
         return Spec(text, folder)
-    if meant and text not in meant:
-        raise UserError(f"no model {text!r}: did you mean {meant[0]}?")
     presets = ", ".join(f"{preset}@SEED" for preset in PRESETS)
     expected = "a checkpoint folder, a .gguf file, ORG/NAME on the Hub, smollm2, or a newborn"
+    if meant:
+        raise UserError(f"no model {text!r}: did you mean {meant}?")
     raise UserError(f"no model {text!r}: expected {expected}: {presets}")
 
 

@@ -1,8 +1,10 @@
 """What does a model read while it is measured? Random tokens, random vectors, text."""
 
 import functools
+import math
 import re
 import sys
+from collections import Counter
 from dataclasses import dataclass, replace
 from os.path import isdir, isfile
 from pathlib import Path
@@ -16,7 +18,7 @@ from lib.files import check_regular
 from lib.random import keyed_generator
 from lib.settings import RunSettings, UserError, at_least
 from sources.data import TokenData, pieces, read
-from sources.tokenizers import load_tokenizer
+from sources.tokenizers import load_tokenizer, tell_spelled
 
 LARGEST_TEXT = 2**26  # bytes of --text; a data set may have any number
 SOURCE_CHARACTERS = 2**19  # read of a source of sources.data
@@ -134,19 +136,21 @@ def first_token(word, tokenizer, spec):
 @functools.lru_cache
 def encode(text, tokenizer):
     """The tokens of a text file, or of the beginning of a source of sources.data: (n,) int64."""
+    documents, most = pieces((text,)), SOURCE_CHARACTERS
     if isfile(text):
         check_regular(Path(text), LARGEST_TEXT)
-        content = "".join(piece for piece, _ in read(Path(text)))
-    else:
-        content = ""
-        for piece, begins in pieces((text,)):
-            if begins and content:
-                content += "\n\n"
-            content += piece
-            if len(content) >= SOURCE_CHARACTERS:
-                break
-        content += "\n\n"
-    (tokens,) = load_tokenizer(tokenizer).encode([content])
+        documents, most = read(Path(text)), math.inf
+    content = ""
+    for piece, begins in documents:
+        is_full = len(content) >= most
+        if begins and content:
+            content += "\n\n"
+        if is_full:
+            break
+        content += piece
+    coder = load_tokenizer(tokenizer)
+    tell_spelled(Counter(coder.spelled.findall(content)), text)
+    (tokens,) = coder.encode([content])
     return torch.tensor(tokens, dtype=torch.int64)
 
 

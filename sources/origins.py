@@ -11,8 +11,15 @@ from sources.inputs import check_tokenizer
 SIZES = ("num_layers", "num_heads", "d_model", "d_ff")  # of a preset, that settings may change
 
 
-def chosen(settings):
-    """What a run begins with: a newborn's ModelConfig or --init-from's Spec. UserError if it does not fit."""
+def chosen(settings, run):
+    """What a run begins with: a newborn's ModelConfig, or --init-from's Spec; None if it goes on.
+
+    UserError if it goes on unasked, or what it is to begin with does not fit.
+    """
+    if run.has_begun():
+        if not settings.resume:
+            raise UserError(f"{run.folder} holds a run: go on with --resume, or choose another --out")
+        return None
     if not settings.init_from:
         origin = config = model_config(settings)
     else:

@@ -9,6 +9,8 @@ import functools
 import io
 import json
 import random
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from os.path import isfile
@@ -43,6 +45,13 @@ class Tokenizer:
     piece: Callable | None = None  # token number -> what it says, where decoding one alone loses its blank
     for_transformers: Callable = lambda: None  # -> content of a tokenizer.json; None if it has none
     adds_bos: bool = False  # does it put BOS in front of a text, by its own rule?
+    special: tuple[str, ...] = ()  # what its special tokens are called
+
+    @functools.cached_property
+    def spelled(self):
+        """A pattern of what a text spells that is a special token to others, as END, or to this tokenizer."""
+        names = sorted({ENDS[0], *self.special}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)))
 
     def text(self, token):
         """What a token says; "" for one that the tokenizer has not."""
@@ -124,7 +133,9 @@ def tiktoken_tokenizer(name):
         raise UserError(f"no {name} here: {hint}, or use bpe:N ({error!r})") from None
     encode = coder.encode_ordinary_batch
     eot = coder.eot_token
-    return Tokenizer(coder.n_vocab, eot, eot, encode, coder.decode, "tokenizer.txt", name.encode())
+    special = tuple(coder.special_tokens_set)
+    encoded = name.encode()
+    return Tokenizer(coder.n_vocab, eot, eot, encode, coder.decode, "tokenizer.txt", encoded, special=special)
 
 
 def json_tokenizer(path, content, bos=None, eos=None, adds_bos=None):
@@ -151,8 +162,8 @@ def json_tokenizer(path, content, bos=None, eos=None, adds_bos=None):
     bos, eos = (None if token is None else coder.token_to_id(token) for token in (bos, eos))
     bos = eos if bos is None else bos
     decode = functools.partial(coder.decode, skip_special_tokens=False)
-    file = "tokenizer.json"
-    return Tokenizer(vocab_size, bos, eos, encode, decode, file, content, None, lambda: content, adds_bos)
+    kept = ("tokenizer.json", content, None, lambda: content, adds_bos, tuple(special))
+    return Tokenizer(vocab_size, bos, eos, encode, decode, *kept)
 
 
 def config_beside(path):
@@ -185,6 +196,7 @@ def sentencepiece_tokenizer(name, model, adds_bos=False):
         piece=coder.id_to_piece,
         for_transformers=functools.cache(lambda: tokenizer_json(coder)),
         adds_bos=adds_bos,
+        special=tuple(coder.id_to_piece(i) for i in range(coder.vocab_size()) if coder.is_control(i)),
     )
 
 
@@ -210,16 +222,32 @@ def tokenizer_json(coder):
     return fast.to_str().encode() if is_same else None
 
 
-def train_bpe(name, texts, sample=400_000):
-    """The SentencePiece file of `bpe:N`, N tokens, trained on a random `sample` of the lines of `texts`."""
+def tell_spelled(counts, place) -> None:
+    """Say which special tokens a text spells, by how often it does: they are text here."""
+    if counts:
+        told = ", ".join(f"{name} {count:,} times" for name, count in counts.most_common(9))
+        print(f"{place} spells special tokens, which are text here: {told}", file=sys.stderr)
+
+
+def train_bpe(name, texts, sample=400_000, largest=2**28):
+    """The SentencePiece file of `bpe:N`, trained on a random `sample` of the lines of `texts`.
+
+    Of long lines the sample has fewer: `largest` characters in all.
+    """
     generator = random.Random(0)  # the sample is always the same one; SentencePiece's own is not
     lines = []
     all_lines = (line for text in texts for line in text.splitlines() if line.strip())
+    size = 0  # of all in the sample, in characters
     for i, line in enumerate(all_lines):
         if i < sample:
             lines.append(line)
+            size += len(line)
         elif (place := generator.randrange(i + 1)) < sample:
+            size += len(line) - len(lines[place])
             lines[place] = line
+        while size > largest and len(lines) > 1:  # a smaller sample is as random
+            size -= len(lines.pop(generator.randrange(len(lines))))
+            sample = len(lines)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

@@ -219,6 +219,9 @@ def test_models_that_flags_choose(tmp_path):
     for embedding_seed, expected in ((None, [None, None, 9, None]), (0, [0, 0, 9, None])):
         specs = chosen_models(names, (1, 2), embedding_seed)
         assert [spec.embedding_seed for spec in specs] == expected
+        seeds = "" if embedding_seed is None else ":0"  # in a label is what differs from its default
+        labels = [f"tiny_gpt2@1{seeds}", f"tiny_gpt2@2{seeds}", "tiny_llama@9", folder]
+        assert [spec.label for spec in specs] == labels
     assert checkpoint.shortest_context(specs) == 256  # the presets'; the folder's is 700
     checkpoint.check_lengths((1, 256), 256)
     with pytest.raises(UserError, match="--sequence-length 257"):
@@ -226,8 +229,10 @@ def test_models_that_flags_choose(tmp_path):
 
 
 def test_names_of_nothing():
-    for name, word in (("nano_lama@3", "did you mean nano_llama"), ("tiny_llama", "tiny_llama@SEED")):
-        with pytest.raises(UserError, match=word):
+    slips = {"nano_lama@3": "nano_llama", "tiny_llama": "tiny_llama@42", "tiny_lama": "tiny_llama@42"}
+    slips |= {"smollm": "smollm2"}
+    for name, word in slips.items():
+        with pytest.raises(UserError, match=f"did you mean {word}"):
             checkpoint.load(name)
 
 

@@ -105,7 +105,8 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
     for preset in ("tiny_llama", "tiny_qwen"):
         monkeypatch.setitem(model.PRESETS, preset, replace(model.PRESETS[preset], **small))
     monkeypatch.setattr(trainings, "SEEDS", (1000, 123))
-    monkeypatch.setattr(trainings, "compare_pair", partial(trainings.compare_pair, permutations=199))
+    few = partial(trainings.CompareSettings, permutations=199)
+    monkeypatch.setattr(trainings, "CompareSettings", few)
     short = {"paper_sequences": 60, "paper_length": 9}
     monkeypatch.setattr(trainings, "PaperSettings", partial(trainings.PaperSettings, **short))
     rows = trainings.lineage(RunSettings(out="out", **CPU))["rows"]
@@ -119,18 +120,12 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
 
 
 def test_calibrations(quick, monkeypatch):
-    """Some of them, two steps long: rows from the logs, noted one by one."""
+    """Some of them, two steps long: rows from the logs."""
     monkeypatch.setitem(trainings.CALIBRATED, "backcopy", (("none", "attenuate", "explicit"), (42, 123)))
     monkeypatch.setitem(trainings.CALIBRATED, "laptop", ((), ()))
     runs = trainings.calibration_runs("backcopy")
     found = trainings.calibrations(OutputSettings(out="out"))
     rows = found["rows"]
-    noted = Path("out/calibrations.jsonl").read_text().splitlines()
-    Path("out/calibrations.jsonl").write_text("\n".join(noted[1:]))
-    made = []
-    monkeypatch.setattr(trainings, "train_all", made.extend)  # what is noted is not asked for again
-    assert trainings.calibrations(OutputSettings(out="out"))["rows"] == rows
-    assert made == [runs["backcopy", "none", 42]]
     for row, run in zip(rows, runs.values(), strict=True):
         log = read_rows(Path(run.out, "metrics.jsonl"))
         losses = [row["val_loss"] for row in log if "val_loss" in row]
@@ -203,7 +198,6 @@ def test_half_of_the_way():
 
 
 def test_perplexity_is_the_cross_entropy(tmp_path, monkeypatch):
-    """Of each run that is not noted of this very text."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "text.txt"
     file.write_text("\n".join(f"line {i}: {i * i} and {'x' * (i % 7)}" for i in range(3000)))
@@ -225,8 +219,4 @@ def test_perplexity_is_the_cross_entropy(tmp_path, monkeypatch):
     settings = trainings.PerplexitySettings(text=str(file), out=".", **CPU)
     row, _ = trainings.perplexity(settings)["rows"]
     assert row["text_loss"] == pytest.approx(expected, rel=1e-5)  # float32 logits
-    trainings.perplexity(settings)
     assert made == [*runs.values()]
-    file.write_text(file.read_text() + "more")
-    trainings.perplexity(settings)
-    assert made == [*runs.values()] * 2  # what was noted is of another text
