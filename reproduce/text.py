@@ -123,7 +123,8 @@ def end_of(run, config, kind, seed):
     """What a run came to: losses after birth, sinks and links on 64 held-out tokens; and its layers' rows."""
     log = read_rows(Path(run.out, "metrics.jsonl"))
     losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
-    row = begun_row(run, config, kind, seed) | {"val_loss": losses[-1], "mean_loss": np.mean(losses)}
+    row = begun_row(run, config, kind, seed)
+    row |= {"val_loss": losses[-1], "mean_loss": np.mean(losses)}
     row["uniform_alpha1"] = attention.uniform_alpha(64)
     reading, spec = reading_of(run), checkpoint.parse_spec(run.out)
     model = spec.load()
