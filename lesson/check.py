@@ -166,7 +166,8 @@ def child_hidden(hide):
     """5. Can a child be hidden? It must compute the same, with nearly every coordinate elsewhere."""
     model = trained_child(1)
     disguised = copy.deepcopy(model)
-    disguised.load_state_dict(hide(copy.deepcopy(model.state_dict())))
+    hidden = hide(copy.deepcopy(model.state_dict()))
+    disguised.load_state_dict(hidden)
     tokens = random_tokens(0, range(4), LENGTH, VOCABULARY)
     off = (disguised(tokens) - model(tokens)).abs().max()
     expect(off < 1e-3, f"the logits differ by {off:.2g}")  # a rotation: by 1e-5 in float32, a wrong one: 0.1

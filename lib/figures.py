@@ -113,23 +113,27 @@ def draw_preferences(path, rows, tokens, dimensions) -> None:
     figure, grid = new_figure(question, 3, min(6, len(rows)), width=3.6, height=2.7, sharey="row")
     names = short_names([row["model"] for row in rows])
     for name, row, of_tokens, of_dimensions, column in zip(names, rows, tokens, dimensions, grid.T):
-        column[0].set_title(f"{name}\nseed {row['seed']}, {row['sequence_length']} tokens", fontsize=10)
+        by_rank, by_token, by_dimension = column
+        by_rank.set_title(f"{name}\nseed {row['seed']}, {row['sequence_length']} tokens", fontsize=10)
         percent = 100 / row["num_sequences"]
         counts, uniform = of_tokens
         largest = counts.sort(descending=True).values[: len(uniform)].numpy()
-        ranks = range(1, len(largest) + 1)
-        column[0].bar(ranks, percent * largest, color=BLUE)
-        column[0].plot(ranks, percent * uniform[: len(largest)], "--", color=VERMILION)
-        column[0].set_xlabel("rank of the predicted token")
-        labels = ("token number", "hidden dimension")
-        for axes, (counts, uniform), label in zip(column[1:], (of_tokens, of_dimensions), labels):
-            numbers = counts.nonzero()[:, 0].numpy()
-            axes.vlines(numbers, 0, percent * counts.numpy()[numbers], color=BLUE, lw=1)
-            axes.axhline(percent * uniform[0], ls="--", color=VERMILION)
-            axes.set(xlabel=label, xlim=(0, len(counts)), ylim=(0, None))
+        by_rank.bar(range(1, len(largest) + 1), percent * largest, color=BLUE)
+        by_rank.plot(range(1, len(largest) + 1), percent * uniform[: len(largest)], "--", color=VERMILION)
+        by_rank.set_xlabel("rank of the predicted token")
+        draw_counts(by_token, percent, *of_tokens, "token number")
+        draw_counts(by_dimension, percent, *of_dimensions, "hidden dimension")
     for axes in grid[:, 0]:
         axes.set_ylabel("% of sequences")
     save_figure(figure, path)
+
+
+def draw_counts(axes, percent, counts, uniform, label) -> None:
+    """Draw all counts, in %, and the largest that uniform draws would give."""
+    numbers = counts.nonzero()[:, 0].numpy()
+    axes.vlines(numbers, 0, percent * counts.numpy()[numbers], color=BLUE, lw=1)
+    axes.axhline(percent * uniform[0], ls="--", color=VERMILION)
+    axes.set(xlabel=label, xlim=(0, len(counts)), ylim=(0, None))
 
 
 LINKS = {  # of SO's chain

@@ -53,9 +53,10 @@ def blockwise_attention(q, k, v):
         end = min(start + 128, T)
         block = q[:, start:end]
         keys = k[:, :end].transpose(1, 2)  # (B H, Dh, end)
+        values = v[:, :end]
         future = torch.full((end - start, end), -torch.inf, dtype=q.dtype).triu(1 + start)  # (block, end)
         scores = torch.baddbmm(future, block, keys, alpha=Dh**-0.5)
-        blocks.append(scores.softmax(-1) @ v[:, :end])  # (B H, block, Dh)
+        blocks.append(scores.softmax(-1) @ values)  # (B H, block, Dh)
     return torch.cat(blocks, dim=1).view(B, H, T, Dh)
 
 
@@ -66,8 +67,9 @@ def halved_attention(q, k, v):
     grouped = k.shape[1] < q.shape[1]
     first = [x[:, :, :half] for x in (q, k, v)]
     early = F.scaled_dot_product_attention(*first, is_causal=True, enable_gqa=grouped)
+    late_queries = q[:, :, half:]
     mask = torch.ones(T - half, T, dtype=torch.bool).tril(half)  # (T - half, T)
-    late = F.scaled_dot_product_attention(q[:, :, half:], k, v, attn_mask=mask, enable_gqa=grouped)
+    late = F.scaled_dot_product_attention(late_queries, k, v, attn_mask=mask, enable_gqa=grouped)
     heads = torch.cat((early.transpose(1, 2), late.transpose(1, 2)), dim=1)  # (B, T, H, Dh)
     return heads.transpose(1, 2)
 

@@ -49,7 +49,8 @@ def intrinsic(a, b):
 
 def reef(a, b, tokens):
     """CKA of the blocks' outputs at the last of tokens (n, T): the mean over layers of one number."""
-    return np.mean(list(map(cosine, block_kernels(a, tokens), block_kernels(b, tokens))))
+    kernels = zip(block_kernels(a, tokens), block_kernels(b, tokens))
+    return np.mean([cosine(x, y) for x, y in kernels])
 
 
 def block_kernels(model, tokens):
@@ -73,7 +74,8 @@ def pcs(a, b):
 def ics(a, b):
     """Cosine of the two models' X M X', centred, X (n, d) embeddings: mean over the invariant terms M."""
     n = min(4096, a.config.vocab_size, b.config.vocab_size)
-    return np.mean(list(map(cosine, invariant_maps(a, n), invariant_maps(b, n))))
+    maps = zip(invariant_maps(a, n), invariant_maps(b, n))
+    return np.mean([cosine(x, y) for x, y in maps])
 
 
 def invariant_maps(model, n):

@@ -131,8 +131,9 @@ def pruned(source, share):
     """Every matrix without its smallest numbers, a share of all."""
 
     def change(_, weight):
-        least = weight.abs().flatten().kthvalue(max(1, int(share * weight.numel()))).values
-        return weight.where(weight.abs() > least, 0)
+        size = weight.abs()
+        least = size.flatten().kthvalue(max(1, int(share * weight.numel()))).values
+        return weight.where(size > least, 0)
 
     return of_matrices(source, change)
 

@@ -20,7 +20,6 @@ import tyro
 from scipy.stats import rankdata
 
 import sinks
-import train
 from lib import runtime
 from lib.figures import COLOURS, curves, new_figure, save_figure, unique
 from lib.files import read_json
@@ -94,6 +93,7 @@ def text(settings: NotedSettings):
     return experiment.save(rows, columns, ends, runs=ends, core_hours=round(hours, 2))
 
 
+@torch.no_grad()
 def record(run):
     """A name for a run, and the run in a few kB: how it was made, its evaluations, what it came to."""
     name, _, _ = Path(run.out).name.rpartition("-")
@@ -111,10 +111,11 @@ def record(run):
             shown = [sink for sink in row["sinks"] if sink["sequence_length"] in lengths]
             rows.append({"step": row["step"], "val_loss": row["val_loss"], "sinks": shown})
     tokens = open_data(run)
-    windows = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
-    loss = train.evaluate(checkpoint.load(run.out), *windows, 8, torch.device("cpu"), torch.float32)
+    inputs, targets = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
+    model = checkpoint.load(run.out)
+    loss = sum(model(*windows).item() for windows in zip(inputs.split(8), targets.split(8)))  # sums
     end, layers = end_of(run, config, kind, run.seed)
-    rows.append(end | {"text_loss": loss, "layers": layers})
+    rows.append(end | {"text_loss": loss / targets.numel(), "layers": layers})
     return f"{config}-{kind}-{run.seed}", rows
 
 
@@ -123,7 +124,8 @@ def end_of(run, config, kind, seed):
     """What a run came to: losses after birth, sinks and links on 64 held-out tokens; and its layers' rows."""
     log = read_rows(Path(run.out, "metrics.jsonl"))
     losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
-    row = begun_row(run, config, kind, seed) | {"val_loss": losses[-1], "mean_loss": np.mean(losses)}
+    row = begun_row(run, config, kind, seed)
+    row |= {"val_loss": losses[-1], "mean_loss": np.mean(losses)}
     row["uniform_alpha1"] = attention.uniform_alpha(64)
     reading, spec = reading_of(run), checkpoint.parse_spec(run.out)
     model = spec.load()
