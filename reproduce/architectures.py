@@ -12,6 +12,7 @@ At 7 positions a constant that is position 1's own key and value has to receive 
 import contextlib
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import transformers
@@ -20,6 +21,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from lib.files import read_json
 from lib.results import ROOT
 from lib.runtime import progress
 from lib.settings import Command, UserError, run_script
@@ -31,99 +33,30 @@ PAGE = ROOT / "docs" / "architectures.md"
 LARGEST_ERROR = 1e-5
 MOST_NUMBERS = 10**9  # of a model that is built
 LONG = 24  # positions, beyond the window
-SIZES = """
-256 vocab_size vocab_size_per_layer_input
-128 max_position_embeddings n_positions n_ctx max_seq_len block_size
-96  intermediate_size ffn_dim d_ff n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim
-64  hidden_size d_model n_embd dim embed_dim word_embed_proj_dim embedding_size
-48  moe_intermediate_size expert_ffn_hidden_size shared_expert_intermediate_size
-32  q_lora_rank kv_lora_rank
-16  head_dim attention_head_dim v_head_dim mamba_d_head mamba_head_dim linear_key_head_dim linear_head_dim
-16  linear_value_head_dim index_head_dim index_topk o_lora_rank hidden_size_per_layer_input router_hidden_size
-8   sliding_window attention_window local_attention window_size rotary_dim qk_rope_head_dim qk_nope_head_dim
-8   state_size mamba_d_state mamba_n_heads mamba_num_heads time_step_rank mamba_dt_rank chunk_size
-4   num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_attention_heads n_head
-4   n_heads num_heads decoder_attention_heads encoder_attention_heads linear_num_value_heads num_experts
-4   n_routed_experts num_local_experts moe_num_experts conv_kernel linear_num_heads
-2   num_key_value_heads o_groups index_n_heads max_window_layers num_experts_per_tok moe_k n_mamba_heads
-2   linear_num_key_heads eos_token_id
-1   n_group topk_group n_shared_experts first_k_dense_replace bos_token_id
-0   pad_token_id num_kv_shared_layers num_nextn_predict_layers
-"""  # of every name that configurations have for them
 OPTIONAL = ("num_key_value_heads", "sliding_window", "n_inner", "head_dim", "q_lora_rank", "rotary_dim")
-LATENT = "kv_lora_rank"  # with it there are as many keys as queries
-BERTS = "bert bert-generation camembert data2vec-text electra ernie big_bird megatron-bert rembert roberta"
-BERTS += " roberta-prelayernorm roc_bert roformer xlm-roberta xlm-roberta-xl xmod"
-HYBRID = ["mamba", "attention"] * 2
-SPECIAL = {  # what a configuration needs besides, or cannot have (None)
-    **{name: {"is_decoder": True} for name in BERTS.split()},
-    **{
-        name: {"head_dim": None}
-        for name in ("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text")
-    },
-    "bailing_hybrid": {"layer_group_size": 2},
-    "bamba": {"attn_layer_indices": [1, 3]},
-    "cohere_compass_text": {
-        "rope_parameters": {
-            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
-        },
-    },
-    "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
-        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 48},
-    },
-    "falcon": {"num_kv_heads": 4},
-    "falcon_h1": {"mamba_d_ssm": 128},
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-    "granitemoehybrid": {"layer_types": HYBRID},
-    "hunyuan_v1_dense": {"head_dim": 16},
-    "hunyuan_v1_moe": {"head_dim": 16},
-    "jamba": {
-        "attn_layer_period": 2,
-        "attn_layer_offset": 1,
-        "expert_layer_period": 2,
-        "expert_layer_offset": 1,
-    },
-    "kimi_linear": {"layer_types": ["linear_attention", "full_attention"] * 2},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
-    "longcat_flash": {"head_dim": 8},
-    "mamba2": {"num_heads": 8},
-    "ministral": {"head_dim": 16},
-    "nemotron": {"num_key_value_heads": 2},
-    "qwen4_exp_text": {
-        "indexer_n_heads": 2,
-        "indexer_kv_heads": 1,
-        "indexer_head_dim": 16,
-        "indexer_budget": 16,
-        "indexer_compress_ratio": 4,
-        "hc_count": 2,
-    },
-    "xmod": {"default_language": "en_XX", "is_decoder": True},
-    "zamba": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 5},
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "layer_types": None},
-    "zaya": {"num_experts_per_tok": 1},
-}
+TINY = read_json(Path(__file__).with_suffix(".json"))
+# "sizes" has each number's names, of all that configurations have for them; "special" what a configuration
+# needs besides, or cannot have (null).
 
 
 def tiny_config(model_type):
-    """A configuration with those SIZES that its class has: what it refuses to be told is left out."""
+    """A configuration with those of the sizes that its class has: what it refuses to be told is left out."""
     config_class = CONFIG_MAPPING[model_type]
     usual = config_class()
     text = getattr(usual, "text_config", None)
     if isinstance(text, transformers.PreTrainedConfig):
         return config_class(text_config=tiny_config(text.model_type).to_dict())
     sizes = {}
-    for line in SIZES.strip().splitlines():
-        size, *names = line.split()
-        for name in names:
+    for size, names in TINY["sizes"].items():
+        for name in names.split():
             with contextlib.suppress(Exception):  # a class may refuse to tell
                 if getattr(usual, name) is not None or name not in OPTIONAL:
                     sizes[name] = int(size)
-    if LATENT in sizes:
+    if "kv_lora_rank" in sizes:  # with it there are as many keys as queries
         sizes.pop("head_dim", None)
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     sizes |= {"use_sliding_window": True} if hasattr(usual, "use_sliding_window") else {}
-    sizes |= SPECIAL.get(model_type, {})
+    sizes |= TINY["special"].get(model_type, {})
     for _ in range(5):
         try:
             return config_class(**{name: size for name, size in sizes.items() if size is not None})

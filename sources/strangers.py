@@ -6,6 +6,7 @@ is converted once, into models/converted, which git ignores, by its content.
 """
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -51,13 +52,11 @@ EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 LARGE = 2**30  # bytes of weights whose size is told
 DROPPED = ("quantization_config", "fusion_config", "distributed_config", "auto_map", "transformers_weights")
 FOLLOWED = re.compile(r"rope|attention|softcap|scale|expert|logit")  # keys of a header that change numbers
-NEUTRAL = ("0", "0.0", "1.0", "none", "True")
+NEUTRAL = ("0", "0.0", "1.0", "none")
+MEANT = ("attention.causal", "rope.scaling.finetuned")  # keys that may be true
 KINDS = ("gpt2", "llama", "gemma4")  # of tokenizers
 GPT2_RULES = ("default", "gpt-2", "smollm")
-GEMMAS = {
-    "gemma2": 46,
-    "gemma3": 62,
-}  # layers of those whose scores are scaled by d / H, not by the head size
+GEMMAS = {"gemma2": 46, "gemma3": 62}  # layers of those whose scores go by d / H, not by the head size
 GGUF_KEYS = {  # of a header, behind the architecture's name: of a configuration
     "attention.head_count": ("num_attention_heads",),
     "attention.head_count_kv": ("num_key_value_heads", "num_attention_heads"),
@@ -67,12 +66,16 @@ GGUF_KEYS = {  # of a header, behind the architecture's name: of a configuration
     "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "layer_norm_epsilon", "norm_eps", "layer_norm_eps"),
     "attention.sliding_window": ("sliding_window",),
     "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_weights_norm": ("norm_topk_prob",),
     "expert_count": ("num_experts", "num_local_experts"),
     "expert_used_count": ("num_experts_per_tok",),
     "final_logit_softcapping": ("final_logit_softcapping",),
     "rope.dimension_count": ("rotary_dim",),
     "rope.freq_base": ("rope_theta",),
     "rope.scaling.factor": ("factor",),
+    "rope.scaling.original_context_length": ("original_max_position_embeddings",),
     "rope.scaling.type": ("rope_type",),
 }
 
@@ -170,7 +173,8 @@ def quiet():
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     try:
-        yield
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
     finally:
         transformers.logging.set_verbosity(before)
 
@@ -235,7 +239,7 @@ def follow_header(path, header, config) -> None:
     known.setdefault("rotary_dim", known["head_dim"] * known.get("partial_rotary_factor", 1))
     for key, value in said.items():
         value = max(value) if isinstance(value, list | np.ndarray) else value
-        if not FOLLOWED.search(key) or str(value) in NEUTRAL:
+        if not FOLLOWED.search(key) or str(value) in NEUTRAL or (key in MEANT and value is True):
             continue
         ours = [known[theirs] for theirs in GGUF_KEYS.get(key, ()) if known.get(theirs) is not None]
         is_same = [
