@@ -84,13 +84,14 @@ class Births(Experiment):
                 yield {"model": spec.name, "seed": spec.seed}, model, T
 
     def finish(self, question, x, series, theories, measured=COSINES, columns=(), **options):
-        """Draw the rows, save them, and print their `columns`, by default all.
+        """Save the rows, print their `columns`, by default all, and draw them.
 
         Rows of all seeds become one, with the means of the columns `measured`, if any are named.
         """
         rows = mean_over_seeds(self.rows, measured, theories) if measured else self.rows
+        result = self.save(rows, columns)
         plot(self, rows, question, x, series, theories, **options)
-        return self.save(rows, columns)
+        return result
 
 
 def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **options) -> None:
@@ -149,8 +150,9 @@ def predict(settings: LengthSettings):
         births.rows.append(row)
     question = "Do the weights alone predict the direction? (one point per dimension, of vectors of norm 1)"
     diagonal = {"predicted": "exactly"}  # the column over itself
+    result = births.save(births.rows, (*SHOWN, "predicted_token", "direction_cosine"))
     plot(births, points, question, "predicted", "model", diagonal, "measured", style=".")
-    return births.save(births.rows, (*SHOWN, "predicted_token", "direction_cosine"))
+    return result
 
 
 @torch.inference_mode()

@@ -69,8 +69,9 @@ def probe(settings: Settings):
             rows.append(row)
             tokens.append((counts.tokens, uniform_counts(num_sequences, model.config.vocab_size, TOP)))
             dimensions.append((counts.dimensions, uniform_counts(num_sequences, model.config.d_model, TOP)))
+    result = experiment.save(rows, SHOWN)
     draw_preferences(experiment.folder / "probe.png", rows, tokens, dimensions)
-    return experiment.save(rows, SHOWN)
+    return result
 
 
 class Counts:

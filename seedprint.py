@@ -83,12 +83,12 @@ def compare(settings: CompareSettings):
         details.append(detail)
     if len(unread) == len(names):
         raise unread[0]
-    lineage_figure(experiment.folder / "compare.png", base_name, rows, details)
     more = {key: [detail[key] for detail in details] for key in ("layers", "layer_map")}
     result = experiment.save(rows, VERDICT_COLUMNS, **more)
     if rank() == 0:
         for row in rows:
             print(f"{row['suspect']}: {row['verdict']}: {row['sentence']}")
+    lineage_figure(experiment.folder / "compare.png", base_name, rows, details)
     if unread:
         raise UserError(f"{len(unread)} of {len(names)} suspects not read: {unread[0]}")
     return result
@@ -102,8 +102,9 @@ def matrix(settings: CompareSettings):
     for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
         row, _ = compare_models(a, b, settings)
         rows.append({"a": a.name, "b": b.name} | row)
+    result = experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
     draw_family(experiment.folder / "matrix.png", models, rows)
-    return experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
+    return result
 
 
 def check_several(names):
@@ -173,8 +174,9 @@ def persistence(settings: PersistenceSettings):
             row |= {f"{prefix}mean_tau": taus.mean(), f"{prefix}std_tau": taus.std()}
         test = paper_test(birth, outputs)
         rows.append(row | {"paper_t_p": test["paper_t_p"], "paper_u_p": test["paper_u_p"]})
+    result = experiment.save(rows)
     draw_persistence(experiment.folder / "persistence.png", rows)
-    return experiment.save(rows)
+    return result
 
 
 def check_comparable(specs, settings: PaperSettings) -> None:

@@ -141,9 +141,10 @@ def measure_models(name, paper, settings: Settings, measure, *more):
 def rate(settings: RateSettings):
     """Where does attention sink? Sink heads by length, alpha_1 of each head (BB Figure 12; minutes)"""
     experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
-    draw_alpha1(experiment.folder / "rate.png", lists["heads"])
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "mean_alpha1", "max_alpha1")
-    return experiment.save(**lists, columns=(*columns, "uniform_alpha1", "norm_ratio", "value_ratio"))
+    result = experiment.save(**lists, columns=(*columns, "uniform_alpha1", "norm_ratio", "value_ratio"))
+    draw_alpha1(experiment.folder / "rate.png", lists["heads"])
+    return result
 
 
 def sink_rates(settings: RateSettings, spec, model):
@@ -167,12 +168,13 @@ def sink_rates(settings: RateSettings, spec, model):
 def anatomy(settings: Settings):
     """Which links of SO's chain single out position 1? By layer, and builders (SO; half a minute)"""
     experiment, lists = measure_models("anatomy", "SO", settings, dissect)
-    draw_chain(experiment.folder / "anatomy.png", lists["rows"])
     for row in [row for row in lists["layers"] if row["builders"]]:
         print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
     columns = ("checkpoint", "layer", "disparity", "norm_ratio", "value_ratio", "key_alignment")
     columns += ("effective_rank", "output_tau", "alpha1")
-    return experiment.save(**lists, columns=columns, shown=lists["layers"])
+    result = experiment.save(**lists, columns=columns, shown=lists["layers"])
+    draw_chain(experiment.folder / "anatomy.png", lists["rows"])
+    return result
 
 
 @torch.inference_mode()
@@ -236,10 +238,11 @@ def transplant(settings: TransplantSettings, cases_of=transplant_cases):
     if settings.save and (len(settings.model) > 1 or Path(settings.save).exists()):
         raise UserError(f"--save {settings.save}: expected a new folder, and one model")
     experiment, lists = measure_models("transplant", "ours, after SO", settings, transplants, cases_of)
-    draw_transplants(experiment.folder / "transplant.png", lists["rows"], lists["layers"])
     columns = ("checkpoint", "kind", "sequence_length", "sink_rate", "alpha1", "constant_alpha")
     columns += ("builder_activation", "disparity", "largest", "loss", "loss_from_ninth", "loss_8bit_tensor")
-    return experiment.save(**lists, columns=columns)
+    result = experiment.save(**lists, columns=columns)
+    draw_transplants(experiment.folder / "transplant.png", lists["rows"], lists["layers"])
+    return result
 
 
 @torch.inference_mode()

@@ -199,11 +199,13 @@ def lineage_figure(path, base, rows, details) -> None:
     names = short_names([row["suspect"] for row in rows])
     for (units, layer_map), name, row, detail in zip(grid, names, rows, details):
         units.set_title(f"{name}: {row['verdict']}", loc="left", fontsize=10, fontweight="bold")
-        layers = detail["layers"]
-        places = range(1, len(layers) + 1)
-        units.plot(places, [100 * layer["share"] for layer in layers], "o-", label="matched")
-        units.plot(places, [layer["r"] * 100 for layer in layers], ".:", label="strength r, in %")
-        chance = [100 * layer["by_chance"] / max(1, layer["units"]) for layer in layers]
+        keys = ("share", "r", "by_chance", "units")
+        columns = [[layer[key] for layer in detail["layers"]] for key in keys]
+        share, r, by_chance, num_units = np.array(columns, float)  # of a layer without units None, a gap
+        places = range(1, len(share) + 1)
+        units.plot(places, 100 * share, "o-", label="matched")
+        units.plot(places, 100 * r, ".:", label="strength r, in %")
+        chance = 100 * by_chance / np.maximum(1, num_units)
         units.plot(places, chance, "x--", color="black", label="by chance: tokens permuted")
         units.set(ylim=(-5, 105), xlabel="MLP of the suspect", ylabel="% of units")
         units.legend(frameon=False, fontsize=9)

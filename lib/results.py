@@ -47,7 +47,7 @@ class Experiment:
         self.begun = time.perf_counter()
 
     def save(self, rows, columns=(), shown=None, **more):
-        """Write the JSON, after the figures, print `columns` of the rows `shown`; returns what it holds."""
+        """Write the JSON, before any figure, print `columns` of the rows `shown`; returns what it holds."""
         self.environment["seconds"] = round(time.perf_counter() - self.begun, 2)
         result = {
             "experiment": self.name,

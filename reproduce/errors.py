@@ -59,8 +59,9 @@ def errors(settings: Settings):
         for each in newborns:
             each.read = functools.cache(each.read)
         rows += error_rates(p_of_weights(newborns), key)
+    result = experiment.save(rows)
     draw_rates(rows, experiment.folder / "errors.png")
-    return experiment.save(rows)
+    return result
 
 
 def p_of_states(model, scheme, inputs, settings: Settings, experiment):

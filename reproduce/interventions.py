@@ -47,6 +47,8 @@ def intervene(settings: InterveneSettings):
     if k > settings.sequence_length:
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
     experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
+    columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "woke")
+    result = experiment.save(**lists, columns=(*columns, "alpha_k_woke", "alpha_k_asleep"))
     factor = max(settings.factor)
     first_model = lists["rows"][0]["checkpoint"]
     shown = []
@@ -59,8 +61,7 @@ def intervene(settings: InterveneSettings):
     keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed in layer"}
     labels = {"xlabel": f"|activation| of the first builder at {k}", "ylabel": f"attention to position {k}"}
     curves(shown, experiment.folder / "intervene.png", question, **keys, style="o", log="x", **labels)
-    columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "woke")
-    return experiment.save(**lists, columns=(*columns, "alpha_k_woke", "alpha_k_asleep"))
+    return result
 
 
 def every_intervention(settings: InterveneSettings, spec, model):
@@ -123,6 +124,8 @@ def replace_heads(model, k, changed, kind, factor):
 def silence(settings: SilenceSettings):
     """Which hidden units build the sink? 1, 2, 4, ... of them are set to zero (ours; ten minutes)"""
     experiment, lists = measure_models("silence", "ours", settings, every_silence)
+    columns = ("checkpoint", "kind", "num_silenced", "left", "disparity", "sink_rate", "low", "high")
+    result = experiment.save(**lists, columns=(*columns, "mean_alpha1", "loss", "units"))
     points = []
     for row in lists["rows"]:
         who = "" if row["kind"] in ("none", "first") else ", controls"
@@ -132,8 +135,7 @@ def silence(settings: SilenceSettings):
     keys = {"x": "disparity", "y": "sink_rate", "series": "model", "style": "o"}
     labels = {"xlabel": "largest / mean |dimension| at position 1", "ylabel": "share of heads that sink"}
     curves(points, experiment.folder / "silence.png", question, **keys, log="x", **labels)
-    columns = ("checkpoint", "kind", "num_silenced", "left", "disparity", "sink_rate", "low", "high")
-    return experiment.save(**lists, columns=(*columns, "mean_alpha1", "loss", "units"))
+    return result
 
 
 def every_silence(settings: SilenceSettings, spec, model):
@@ -208,8 +210,9 @@ def first(settings: Settings):
     question = "Do heads sink on position 1, whatever token stands there? (one point per head)"
     keys = {"x": "alpha1", "y": "least", "series": "checkpoint", "style": "o"}
     labels = {"xlabel": "attention to position 1, mean of tokens", "ylabel": "least of the tokens"}
+    result = experiment.save(**lists)
     curves(lists["rows"], experiment.folder / "first.png", question, **keys, **labels)
-    return experiment.save(**lists)
+    return result
 
 
 def by_first_token(settings: Settings, spec, model):

@@ -51,15 +51,17 @@ def robustness(settings: Settings):
         details.append(detail)
         for number, layer in enumerate(detail["layers"]):
             depth = (number + 0.5) / len(detail["layers"])
-            points.append({"depth": depth, "matched": 100 * layer["share"], "kind": kind})
+            if layer["share"] is not None:
+                points.append({"depth": depth, "matched": 100 * layer["share"], "kind": kind})
     question = "Do two models share hidden units? Related ones at all depths, others near the output"
     labels = {"xlabel": "depth (0: input, 1: output)", "ylabel": "% of a layer's hidden units matched"}
     path = experiment.folder / "robustness.png"
-    curves(points, path, question, x="depth", y="matched", series="kind", style=".", **labels)
     more = {key: [detail[key] for detail in details] for key in ("layers", "layer_map")}
     files = [spec.folder for spec in specs if spec.folder and spec.folder.is_file()]
     columns = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "distance", "body_z")
-    return experiment.save(rows, columns, sha256={file.name: sha256(file) for file in files}, **more)
+    result = experiment.save(rows, columns, sha256={file.name: sha256(file) for file in files}, **more)
+    curves(points, path, question, x="depth", y="matched", series="kind", style=".", **labels)
+    return result
 
 
 def all_pairs(specs, settings: Settings):

@@ -86,11 +86,12 @@ def text(settings: NotedSettings):
                 alpha1 = row.pop("alpha1")  # by layer and head
                 row |= {"mean_alpha1": np.mean(alpha1), "max_alpha1": np.max(alpha1)}
                 rows.append(row | {"val_loss": evaluation["val_loss"]})
-    draw_text(experiment.folder / "text.png", rows, ends)
     hours = sum(run["core_hours"] for run in ends)
     columns = ("config", "calibration", "seed", "step", "val_loss", "text_loss", "sink_rate", "mean_alpha1")
     columns += ("max_alpha1", "disparity", "effective_rank")
-    return experiment.save(rows, columns, ends, runs=ends, core_hours=round(hours, 2))
+    result = experiment.save(rows, columns, ends, runs=ends, core_hours=round(hours, 2))
+    draw_text(experiment.folder / "text.png", rows, ends)
+    return result
 
 
 @torch.no_grad()
@@ -277,8 +278,9 @@ def birth(settings: NotedSettings):
     question = "How is a sink born? (each link over its value at the last step)"
     keys = {"x": "step", "y": "size", "series": "link", "panel": "run", "style": ".-"}
     options = {"xlabel": "step (birth at the left)", "ylabel": "times its last value", "ylim": (0, 2)}
+    result = experiment.save(rows, shown=builders, builders=builders, half_way=order)
     curves(points, experiment.folder / "birth.png", question, **keys, log="x", **options)
-    return experiment.save(rows, shown=builders, builders=builders, half_way=order)
+    return result
 
 
 def half_way(steps, link):

@@ -187,8 +187,9 @@ def calibrations(settings: OutputSettings):
         chosen = differences(chosen, "val_loss")
         costs.append((chosen, "calibration", "val_loss", f"{config}: loss, minus that of none (nats/token)"))
     title = "Which calibration ends sinks, and what does it cost? (dots: seeds; bars: their means)"
+    result = experiment.save(rows, differences=paired_differences(rows))
     draw_kinds(experiment.folder / "calibrations.png", title, rates + costs)
-    return experiment.save(rows, differences=paired_differences(rows))
+    return result
 
 
 def paired_differences(rows):

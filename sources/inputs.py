@@ -136,10 +136,11 @@ def first_token(word, tokenizer, spec):
 @functools.lru_cache
 def encode(text, tokenizer):
     """The tokens of a text file, or of the beginning of a source of sources.data: (n,) int64."""
-    documents, most = pieces((text,)), SOURCE_CHARACTERS
     if isfile(text):
         check_regular(Path(text), LARGEST_TEXT)
         documents, most = read(Path(text)), math.inf
+    else:
+        documents, most = pieces((text,)), SOURCE_CHARACTERS
     content = ""
     for piece, begins in documents:
         is_full = len(content) >= most

@@ -84,3 +84,12 @@ def test_marked_pairs_have_a_circle_in_the_map(tmp_path, monkeypatch):
     names = labels(heat.xaxis)
     circles = {tuple(names[int(place)] for place in circle) for circle in heat.collections[0].get_offsets()}
     assert circles == {("a", "b"), ("b", "a")}
+
+
+def test_a_layer_whose_units_were_not_looked_for_is_a_gap(tmp_path):
+    layers = [{"share": None, "r": None, "by_chance": None, "units": None}]
+    layers += [{"share": 0.5, "r": 0.9, "by_chance": 1, "units": 100}]
+    row = {"suspect": "a", "verdict": "same birth"}
+    for shown in (layers[:1], layers, []):
+        figures.lineage_figure(tmp_path / "x.png", "b", [row], [{"layers": shown, "layer_map": {}}])
+        assert (tmp_path / "x.png").exists()

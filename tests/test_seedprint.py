@@ -250,3 +250,11 @@ def test_weights_that_tell_no_birth(tmp_path):
     checkpoint.save(tmp_path / "zero", model)
     done = run_here("seedprint", "identify", tmp_path / "zero", "--out", tmp_path)
     assert_refused(done, "it tells no birth")
+
+
+def test_a_figure_that_fails_costs_no_result(family, tmp_path, monkeypatch):
+    """As on a full disk: the JSON is written before."""
+    monkeypatch.setattr("seedprint.lineage_figure", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("compare", family / "base", family / "child", *FEW, out=tmp_path)
+    assert read_json(tmp_path / "compare.json")["rows"][0]["verdict"] == "same birth"
