@@ -177,7 +177,7 @@ def architectures(settings: Settings):
 
 def page(rows):
     """What docs/architectures.md says."""
-    lines = ["# Architectures", "", __doc__.partition("(ours)")[2].strip(), ""]
+    lines = ["# Architectures", "", __doc__.partition("(ours)")[2].strip("\n"), ""]
     for found, some in rows.items():
         lines += [f"## {found.capitalize()}: {len(some)}", ""]
         if found == "wholly":
