@@ -66,7 +66,7 @@ class Births(Experiment):
         births.specs = specs
         births.lengths = given or [T for T in lengths if T <= context] or [context]
         births.rows = []
-        for unknown in {theory.unknown(spec.config, settings.init) for spec in specs} - {None}:
+        for unknown in {theory.unknown(spec.own_config, settings.init) for spec in specs} - {None}:
             say(f"columns of theory are empty: measure/theory.py does not know {unknown}")
         return births
 
@@ -77,7 +77,7 @@ class Births(Experiment):
         inputs are vectors. `scheme` replaces --init.
         """
         for spec in progress(self.specs, desc=self.name, unit=" models"):
-            config = replace(spec.config, **changes)
+            config = replace(spec.own_config, **changes)
             drawn = scheme or spec.scheme
             model = newborn(config, spec.seed, spec.embedding_seed, drawn, self.device, self.dtype)
             for T in self.lengths:

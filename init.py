@@ -63,7 +63,7 @@ def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, sch
         return torch.zeros(shape)
     if "norm" in name:
         return torch.ones(shape)
-    if name.startswith(("model.embed_", "lm_head")):  # of tokens, and of learned positions
+    if name.startswith(("model.embed_tokens", "lm_head")):
         return draw_weight(seed if embedding_seed is None else embedding_seed, name, shape, STD)
     if not name.endswith(("o_proj.weight", "down_proj.weight")):
         return draw_weight(seed, name, shape, STD)

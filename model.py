@@ -1,4 +1,4 @@
-"""What is the architecture? One pre-norm decoder: by its settings a GPT-2, a LLaMA, a Qwen2 or a Qwen3.
+"""What is the architecture? One pre-norm decoder: by its settings a GPT-2, a LLaMA or a Qwen2.
 
     x = embed(tokens);  L times: x += attention(norm(x)), x += mlp(norm(x));  logits = head(norm(x))  (BB 2.1)
 
@@ -11,7 +11,7 @@ The *stream* x is what blocks add to. A *state* is x at a position, after the fi
 Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
 """
 
-import math
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,30 +22,14 @@ from torch import Tensor, nn
 from lib import kernels
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
-ACTIVATIONS["gelu_new"] = ACTIVATIONS["gelu_pytorch_tanh"] = partial(F.gelu, approximate="tanh")  # GPT-2
 GATED = {"swiglu"}  # such an MLP has a gate_proj, to which the activation is applied
 FIRST_POSITIONS = 2048  # positions whose angles a model has from the start: the presets' longest context
 CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
-    "positions": ("rope", "learned"),
     "mlp": ACTIVATIONS,
     "sublayers": ("full", "attention", "mlp"),
     "attn_calibration": ("none", "amplify", "attenuate", "headnorm"),
 }
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3's RoPE divides slow frequencies by `factor`, keeps fast ones, and blends the two in between."""
-
-    factor: float
-    low_frequency_factor: float
-    high_frequency_factor: float
-    original_context_length: int
-
-    def __post_init__(self):
-        if not self.low_frequency_factor < self.high_frequency_factor:
-            raise ValueError("low_frequency_factor must be below high_frequency_factor")
 
 
 @dataclass(frozen=True)
@@ -64,15 +48,11 @@ class ModelConfig:
     norm_epsilon: float = 1e-5
     mlp: str = "swiglu"
     qkv_bias: bool = False  # Qwen2
-    qk_norm: bool = False  # Qwen3: RMSNorm of each head's queries and keys, before the rotation
     rope_theta: float = 10_000.0
-    rope_scaling: Llama3Scaling | None = None
     tie_embeddings: bool = False
     sublayers: str = "full"  # the sublayers of a block (BB 4.1)
     attn_calibration: str = "none"  # scaling of the heads' outputs (BB 6.2)
     explicit_sink: bool = False  # a key and a value of each head's own, in front of the text (2410.10781)
-    positions: str = "rope"  # or "learned": a vector for each, added to its token's (OpenAI's GPT-2)
-    biases: bool = False  # of all projections in the blocks (OpenAI's GPT-2)
 
     @property
     def kv_heads(self):
@@ -129,15 +109,7 @@ NORMS = {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}
 def rope_frequencies(config: ModelConfig) -> Tensor:
     """Radians per position of each rotated pair, (Dh/2,) float32."""
     exponent = -torch.arange(0, config.head_size, 2).float() / config.head_size
-    frequency = config.rope_theta**exponent
-    scaling = config.rope_scaling
-    if scaling is None:
-        return frequency
-    turns = scaling.original_context_length * frequency / (2 * math.pi)  # full turns in the original context
-    low = scaling.low_frequency_factor
-    high = scaling.high_frequency_factor
-    kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return kept * frequency + (1 - kept) * frequency / scaling.factor
+    return config.rope_theta**exponent
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -175,21 +147,45 @@ def with_sink(sink: Tensor | None, x: Tensor) -> Tensor:
     return torch.cat((sink.expand(len(x), -1, -1, -1), x), dim=2)
 
 
+def weights_on(q: Tensor, k: Tensor, positions: Tensor, sink_key=None) -> Tensor:
+    """The weights of queries q (B, H, T, Dh) on keys k (B, G, T, Dh) at K <= Dh positions: (B, H, T, K).
+
+    Attention returns a weighted mean of values. If the values are one-hot, this mean is the weights, and the
+    fused kernel computes it in O(T) memory. The CPU's kernel needs values as wide as keys, hence K <= Dh.
+    `sink_key` (G Dh,), if any, is an explicit sink's, which has position 0.
+    """
+    keys = with_sink(sink_key, k)
+    first = k.shape[2] + 1 - keys.shape[2]  # position of the first key: 1, or 0 with an explicit sink
+    (there,) = torch.nonzero(positions >= first, as_tuple=True)
+    places = positions[there] - first
+    values = torch.zeros_like(keys)
+    values[:, :, places, there] = 1
+    return causal_attention(q, keys, values)[..., : len(positions)]
+
+
+def mean_attention(q: Tensor, k: Tensor, sink_key, positions) -> Tensor:
+    """alpha (B, H, K): the weight on position p, averaged over the queries i >= p (BB 6.2.1)."""
+    positions = torch.as_tensor(positions, device=k.device)
+    parts = []
+    for part in positions.split(k.shape[3]):
+        weights = weights_on(q, k, part, sink_key)
+        parts.append(weights.sum(2, dtype=torch.float32))
+    queries = k.shape[2] + 1 - positions.clamp(min=1)  # (K,) that see it; all see position 0
+    return torch.cat(parts, dim=2) / queries
+
+
 class Attention(nn.Module):
-    """Causal multi-head attention, with RoPE if positions are not learned (BB Equation 2, once per head)."""
+    """Causal multi-head attention with RoPE (BB Equation 2, once per head)."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
         d = config.d_model
         Dh = config.head_size
-        qkv_bias = config.qkv_bias or config.biases
-        self.q_proj = nn.Linear(d, config.num_heads * Dh, bias=qkv_bias)
-        self.k_proj = nn.Linear(d, config.kv_heads * Dh, bias=qkv_bias)
-        self.v_proj = nn.Linear(d, config.kv_heads * Dh, bias=qkv_bias)
-        self.o_proj = nn.Linear(config.num_heads * Dh, d, bias=config.biases)
-        self.q_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(Dh, config.norm_epsilon) if config.qk_norm else nn.Identity()
+        self.q_proj = nn.Linear(d, config.num_heads * Dh, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(d, config.kv_heads * Dh, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(d, config.kv_heads * Dh, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(config.num_heads * Dh, d, bias=False)
         self.head_norm = RMSNorm(Dh, 1e-6) if config.attn_calibration == "headnorm" else None
         self.sink_key = self.sink_value = None
         if config.explicit_sink:  # as vectors: these have no weight decay
@@ -203,18 +199,13 @@ class Attention(nn.Module):
         q = self.q_proj(x[:, first:]).unflatten(2, (-1, Dh))  # (B, Q, H, Dh)
         k = self.k_proj(x).unflatten(2, (-1, Dh))  # (B, T, G, Dh)
         v = self.v_proj(x).unflatten(2, (-1, Dh)).transpose(1, 2)  # (B, G, T, Dh)
-        q = self.q_norm(q)
-        k = self.k_norm(k)
-        if rope is not None:
-            cos, sin = rope  # (T, 1, Dh/2) each
-            q = rotate(q, cos[first:], sin[first:])
-            k = rotate(k, cos, sin)
-        q = q.transpose(1, 2)  # (B, H, Q, Dh)
-        k = k.transpose(1, 2)  # (B, G, T, Dh)
+        cos, sin = rope  # (T, 1, Dh/2) each
+        q = rotate(q, cos[first:], sin[first:]).transpose(1, 2)  # (B, H, Q, Dh)
+        k = rotate(k, cos, sin).transpose(1, 2)  # (B, G, T, Dh)
         heads = causal_attention(q, with_sink(self.sink_key, k), with_sink(self.sink_value, v))
         heads = self.calibrate(heads, T)  # (B, H, Q, Dh)
         if on_heads is not None:
-            replacement = on_heads(heads, q, k, v)
+            replacement = on_heads(heads, q, k, v, partial(mean_attention, q, k, self.sink_key))
             heads = heads if replacement is None else replacement
         return self.o_proj(heads.transpose(1, 2).flatten(2))  # from (B, Q, H Dh)
 
@@ -243,9 +234,9 @@ class MLP(nn.Module):
         super().__init__()
         self.activation = ACTIVATIONS[config.mlp]
         is_gated = config.mlp in GATED
-        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=config.biases) if is_gated else None
-        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=config.biases)
-        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=config.biases)
+        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False) if is_gated else None
+        self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
+        self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.gate_proj is None:
@@ -276,7 +267,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The decoder. `model(tokens)` returns logits, `model.hidden(tokens)` the states that we measure."""
+    """The decoder. `model(tokens)` returns logits, `model.hidden(tokens)` the states that we measure.
+
+    What measures ask of it, sources/lens.py gives of other architectures, and says what it `lacks`.
+    """
+
+    lacks = {}
+    normed_layers = ()  # whose units do not write to the stream as they are
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -288,8 +285,6 @@ class Transformer(nn.Module):
         table = torch.full((V, d), torch.nan)  # off the meta device nn.Embedding would draw V d numbers
         embedding = nn.Embedding.from_pretrained(table, freeze=False)
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
-        if config.positions == "learned":
-            self.model["embed_positions"] = nn.Embedding(config.context_length, d)
         # A tied head has no parameter of its own: so it stays tied when a model is moved or loaded.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
         self.register_buffer("cos_sin", None, persistent=False)  # (2, T, 1, Dh/2) float32, in no checkpoint
@@ -302,22 +297,13 @@ class Transformer(nn.Module):
             self.cos_sin = torch.stack((angle.cos(), angle.sin())).to(self.model.norm.weight.device)
 
     def rope(self, x: Tensor):
-        """RoPE's cosines and sines, (T, 1, Dh/2) each, in x's dtype, for x (B, T, d); None without RoPE."""
-        if self.config.positions == "learned":
-            return None
+        """RoPE's cosines and sines, (T, 1, Dh/2) each, in x's dtype, for x (B, T, d)."""
         T = x.shape[1]
         if self.cos_sin is None:
             raise RuntimeError("this model has no angles: call make_angles() when its weights are in place")
         if T > self.cos_sin.shape[1]:
             self.make_angles(T)
         return self.cos_sin.narrow_copy(1, 0, T).to(x.dtype).unbind()  # small, and no view of the buffer
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The stream (B, T, d) in front of the first block: tokens (B, T), and learned positions."""
-        x = self.model.embed_tokens(tokens)
-        if self.config.positions == "learned":
-            x = x + self.model.embed_positions.weight[: tokens.shape[1]]  # (T, d)
-        return x
 
     def cast_blocks(self, dtype) -> "Transformer":
         """Cast the blocks to `dtype`. Embedding, final norm and head stay float32, as do logits."""
@@ -329,15 +315,16 @@ class Transformer(nn.Module):
 
         With `last_only` the result is the last position's state, (B, d), and the last block computes only
         that position. `on_state(layer, x)` is called with the stream (B, T, d) in front of the first block,
-        as layer 0, and after each block. `on_heads(layer, heads, q, k, v)` is called with the calibrated
-        outputs of the heads (B, H, T, Dh), and with q and k after their rotation. If it returns a tensor,
-        this replaces the outputs. Where only the last position is computed, T is 1 in x, heads and q.
+        as layer 0, and after each block. `on_heads(layer, heads, q, k, v, alpha)` is called with the
+        calibrated outputs of the heads (B, H, T, Dh), with q and k after their rotation, and with the
+        function `mean_attention` of positions. If it returns a tensor, this replaces the outputs. Where only
+        the last position is computed, T is 1 in x, heads and q.
         ValueError if T exceeds the context.
         """
         T = inputs.shape[1]
         if T > self.config.context_length:
             raise ValueError(f"{T} positions exceed the context of {self.config.context_length}")
-        x = inputs if inputs.is_floating_point() else self.embed(inputs)
+        x = inputs if inputs.is_floating_point() else self.model.embed_tokens(inputs)
         device = x.device.type
         dtype = next(self.model.layers.parameters()).dtype
         if torch.is_autocast_enabled(device):
@@ -370,5 +357,48 @@ class Transformer(nn.Module):
         states = self.hidden(tokens)
         if targets is None:
             return self.unembed(states)
-        # the sum of F.cross_entropy; to save memory, logits are computed for some positions at a time
-        return kernels.summed_cross_entropy(states.flatten(0, 1), self.head_weight, targets.flatten())
+        return self.summed_loss(states.flatten(0, 1), targets.flatten())
+
+    def summed_loss(self, states: Tensor, targets: Tensor) -> Tensor:
+        """The summed loss in nats of targets (n,) after final-norm states (n, d).
+
+        It is the sum of F.cross_entropy; to save memory, logits are computed for some states at a time.
+        """
+        return kernels.summed_cross_entropy(states, self.head_weight, targets)
+
+    @property
+    def blocks(self):
+        return self.model.layers
+
+    @property
+    def linears(self):
+        """The linear maps of the blocks."""
+        return [module for module in self.blocks.modules() if isinstance(module, nn.Linear)]
+
+    @property
+    def device(self):
+        return self.head_weight.device
+
+    def down(self, layer):
+        """The weights (d, d_ff) of a layer's hidden units on the stream; layers count from 1."""
+        return self.blocks[layer - 1].mlp.down_proj.weight.detach()
+
+    def output_weight(self, layer):
+        """The weight (d, H Dh) of a layer's heads on the stream."""
+        return self.blocks[layer - 1].self_attn.o_proj.weight.detach()
+
+    def calibrated(self, layer, heads: Tensor, k):
+        """The heads' outputs at position k (B, H, 1, Dh) as a layer's calibration scales them."""
+        return self.blocks[layer - 1].self_attn.calibrate(heads, k)  # k is the last of k positions
+
+    @contextlib.contextmanager
+    def hidden_units(self, on_units):
+        """Within this context `on_units(layer, units, 0)` sees, and may replace, units (B, T, d_ff)."""
+
+        def hook(layer, module, inputs):
+            return on_units(layer, *inputs, 0)
+
+        with contextlib.ExitStack() as stack:
+            for layer, block in enumerate(self.blocks, start=1):
+                stack.enter_context(block.mlp.down_proj.register_forward_pre_hook(partial(hook, layer)))
+            yield

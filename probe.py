@@ -75,20 +75,15 @@ def probe(settings: Settings):
 
 
 class Counts:
-    """Counts of a model's predictions after random sequences, and cosines of its states.
-
-    `tokens` (V,) counts how often each token has the largest logit, and `dimensions` (d,) how often each
-    dimension of the final state is the largest. `cosines` describes the final states, and `layers` the stream
-    before and after each block, if `with_layers`.
-    """
+    """How often each token has the largest logit, and each dimension is the largest; cosines of states."""
 
     def __init__(self, config, device, with_layers=False):
         d = config.d_model
         num_states = config.num_layers + 1 if with_layers else 0
-        self.tokens = torch.zeros(config.vocab_size, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(config.vocab_size, dtype=torch.int64, device=device)  # (V,)
         self.dimensions = torch.zeros(d, dtype=torch.int64, device=device)
-        self.cosines = CosineStatistics(d, device)
-        self.layers = [CosineStatistics(d, device) for _ in range(num_states)]
+        self.cosines = CosineStatistics(d, device)  # of final states
+        self.layers = [CosineStatistics(d, device) for _ in range(num_states)]  # of the stream, after each
 
     def update(self, model, inputs) -> None:
         """Add the last positions of n sequences, of tokens (n, T) or of vectors (n, T, d)."""
@@ -117,7 +112,7 @@ def count_predictions(model, T, num_sequences, input_seed=0, of_vectors=False) -
 
     With `of_vectors`, Gaussian vectors replace the embedded tokens, and all layers get cosines (BB 4.1).
     """
-    device = model.head_weight.device
+    device = model.device
     counts = Counts(model.config, device, with_layers=of_vectors)
     batch_size = default_batch_size(device, T)
     # Each rank takes consecutive batches: with two ranks and five batches, rank 1 takes the last three.

@@ -198,7 +198,7 @@ def outputs_of(spec, vocab_size, experiment):
 @torch.inference_mode()
 def last_outputs(model, vocab_size, settings: PaperSettings):
     """What the paper's test reads: last-position states of random sequences, (n, d) on the CPU."""
-    device = next(model.parameters()).device
+    device = model.device
     T = settings.paper_length
     batch_size = default_batch_size(device, T)
     outputs = []

@@ -26,10 +26,10 @@ from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
 from measure.rounding import rounded_losses
-from measure.units import alpha_and_loss, by_token, hidden_units, observe, watch, zero_units
+from measure.units import alpha_and_loss, by_token, observe, watch, zero_units
 from model import Transformer
 from sources.checkpoint import check_lengths, chosen_models, save, shortest_context
-from sources.inputs import TextSettings, read_tokens, text_of
+from sources.inputs import TextSettings, bos_of, read_tokens, text_of
 from sources.tokenizers import load_tokenizer
 
 EPSILON = 0.3  # a head is a sink head of a sequence if its alpha_1 there is above this (arXiv 2410.10781)
@@ -42,25 +42,24 @@ def sink_share(alpha: torch.Tensor) -> torch.Tensor:
 
 def sink_statistics(model: Transformer, tokens: torch.Tensor):
     """A row about the sink at position 1 of sequences (n, T), and alpha_1 (n, L, H)."""
-    positions = (1, 0) if model.config.explicit_sink else (1,)
     alphas, norms, values = [], [], []
 
     def on_state(layer, x):
         if layer > 0:  # 0 is the input
             norms.append(attention.ratio_of_first(x))
 
-    def on_heads(layer, heads, q, k, v):
+    def on_heads(layer, heads, q, k, v, alpha):
         values.append(attention.ratio_of_first(v).mean(1))
 
     for part in attention.batches(tokens):
-        alphas.append(attention.attention_to(model, part, positions, on_heads, on_state))
-    alpha, *constant = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
+        alphas.append(attention.attention_to(model, part, (1, 0), on_heads, on_state))
+    alpha, constant = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
     row = {
         "sink_rate": sink_share(alpha).mean().item(),
         "mean_alpha1": alpha.mean().item(),
         "max_alpha1": alpha.max().item(),
-        "constant_alpha": constant[0].mean().item() if constant else 0.0,  # to an explicit sink
-        "norm_ratio": torch.cat(norms).mean().item(),
+        "constant_alpha": constant.mean().item(),  # to an explicit sink, or a learned one
+        "norm_ratio": torch.cat(norms).mean().item() if norms else None,
         "value_ratio": torch.cat(values).mean().item(),
     }
     return row, alpha
@@ -128,9 +127,12 @@ def measure_models(name, paper, settings: Settings, measure, *more):
     experiment = Experiment.begin(name, paper, settings)
     lists = defaultdict(list)
     for spec in progress(specs, desc=name, unit=" models"):
+        named = {"checkpoint": spec.label}
+        if bos_of(settings, spec) is not None:
+            named["bos"] = bos_of(settings, spec)
         found = measure(experiment.settings, spec, spec.load(experiment.device, experiment.dtype), *more)
         for key, rows in found.items():
-            lists[key] += [{"checkpoint": spec.label} | row for row in rows]
+            lists[key] += [named | row for row in rows]
     lists["rows"] = [row | {"text": texts[0]} for row in lists["rows"]]
     return experiment, lists
 
@@ -154,7 +156,11 @@ def sink_rates(settings: RateSettings, spec, model):
         tokens = read_tokens(settings, spec, T)
         row, alpha = sink_statistics(model, tokens)  # alpha (n, L, H)
         row |= {"sequence_length": T, "epsilon": EPSILON, "uniform_alpha1": attention.uniform_alpha(T)}
-        rows.append(row | interval(sink_share(alpha), "sink_rate", 0, 1))
+        row |= interval(sink_share(alpha), "sink_rate", 0, 1)
+        if row["uniform_alpha1"] > EPSILON:  # up to 9 tokens
+            row |= {"sink_rate": None, "low": None, "high": None}
+            print(f"{spec.label}: no sink rate at {T} tokens, where uniform attention alone would sink")
+        rows.append(row)
         heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
     return {"rows": rows, "heads": heads}
 
@@ -192,15 +198,16 @@ class Case:
     in_8_bits: bool = False  # losses with inputs in 8 bits: a huge number coarsens all others
     has_chain: bool = False  # the links of SO's chain, and which tokens wake the builder
 
-    def measure(self, tokens, builder, lists):
-        """Add rows about tokens (n, T) to the lists."""
+    def measure(self, tokens, builder, lists, num_bos=0):
+        """Add rows about tokens (n, T), of which the first `num_bos` are no text, to the lists."""
         key = {"kind": self.kind, "sequence_length": tokens.shape[1]}
         prefix = tokens.new_tensor(self.prefix).expand(len(tokens), -1)  # (n, 0) or (n, 1)
         reading = torch.cat((prefix, tokens), dim=1)
-        with hidden_units(self.model, zero_units(self.at_zero)):
-            row, largest = effects(self.model, reading, builder, len(self.prefix))
+        before = len(self.prefix) + num_bos
+        with self.model.hidden_units(zero_units(self.at_zero)):
+            row, largest = effects(self.model, reading, builder, before)
             if self.in_8_bits:
-                row |= rounded_losses(self.model, reading, len(self.prefix))
+                row |= rounded_losses(self.model, reading, before)
             if self.has_chain:
                 links = observe(self.model, tokens, with_chain=True).layer_rows()
                 lists["chain"] += [key | link for link in links]
@@ -243,11 +250,13 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
     """A row for each length and case, `layers` for the figure; `chain` and `first_tokens` of some cases."""
     if spec.config.explicit_sink:
         raise UserError(f"{spec.label} has an explicit sink already")
+    if settings.save and not spec.is_ours:
+        raise UserError("--save: only models of model.py can keep their constants")
     check_lengths(settings.sequence_length, spec.config.context_length - 1)  # and a token in front
     lists = defaultdict(list)
     for T in settings.sequence_length:
         tokens, others = measured_and_others(settings, spec, T)
-        transplanted = attention.with_constants(model, *attention.constants_at(model, others))
+        transplanted = attention.with_constants(model, attention.constants_at(model, others))
         if settings.save and T == settings.sequence_length[0]:
             tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None
             save(Path(settings.save), transplanted, tokenizer=tokenizer)
@@ -255,7 +264,7 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
         builder = activity.builders(activity.layer, 1)[0]
         cases = cases_of(model, transplanted, activity, others)
         for case in progress(cases, desc="transplant", unit=" cases", leave=False):
-            case.measure(tokens, builder, lists)
+            case.measure(tokens, builder, lists, 0 if bos_of(settings, spec) is None else 1)
     return lists
 
 

@@ -17,7 +17,7 @@ saves, and exits with 0.
 
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from init import SCHEMES
 from lib import runtime
+from lib.results import commit
 from lib.settings import Command, RunSettings, UserError, at_least, is_first_process, run_script, say
 from model import CHOICES, FIRST_POSITIONS, PRESETS
 from sinks import sink_statistics
@@ -88,12 +89,13 @@ def train(settings: Settings):
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
     run = Run(settings.out)
-    if run.has_begun() and not settings.resume:
-        raise UserError(f"{run.folder} holds a run: go on with --resume, or choose another --out")
-    with run.alone():
-        origin = None if run.has_begun() else origins.chosen(settings)  # before data are prepared
-        tokens = data.open_data(settings, device)
-        Training(settings, run, origin, tokens, device, dtype).go_on()
+    with runtime.together(run.lock):
+        origin = runtime.together(origins.chosen, settings, run)  # before data are prepared
+        tokens = runtime.together(data.open_data, settings, origin is not None)
+        training = runtime.together(Training, settings, run, origin, tokens, device, dtype)
+        facts = {"step": training.step, "data set": tokens.meta.fingerprint, "commit": commit()}
+        runtime.check_agreement(facts | {"torch": torch.__version__} | asdict(settings))
+        training.go_on()
     return run.folder
 
 
@@ -112,9 +114,6 @@ class Training:
         self.optimizer = make_optimizer(model, settings)
         run.restore(self.optimizer, model, self.step)
         self.model = torch.compile(model) if settings.compile else model
-        if runtime.world_size() > 1:  # a view: no second copy of the gradients
-            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-            self.model.broadcast_buffers = False  # all have the same; as a keyword torch warns of it
         self.step_tokens = settings.global_batch_size * settings.sequence_length
 
     def go_on(self) -> None:
@@ -122,6 +121,9 @@ class Training:
         settings, run = self.settings, self.run
         if self.step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {run.folder} is at step {self.step} already")
+        if runtime.world_size() > 1:  # a view: no second copy of the gradients
+            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
+            self.model.broadcast_buffers = False  # all have the same; as a keyword torch warns of it
         run.begin(settings, self.step, self.tokens)
         if not run.has_begun():
             self.save()
@@ -146,7 +148,7 @@ class Training:
                     self.save()
             hint = "--resume goes on, and a larger --max-iters stretches the schedule"
             say(f"{run.folder} is at step {self.step} of {settings.max_iters}; {hint}")
-            runtime.wait_for_all(self.device)
+            runtime.gathered()  # none ends before the last is done
 
     def update(self, signals):
         """Make one step. Returns its row, and whether to stop."""
@@ -195,7 +197,7 @@ class Training:
                 row["sinks"] = self.sinks(signals)
             generator = torch.Generator().manual_seed(self.step)
             text = generate(model, self.tokens.tokenizer, generator, signals=signals)
-        stopped = runtime.any_signal(signals, self.device)
+        stopped = any(runtime.gathered(len(signals)))  # all ranks are told the same
         if is_first_process() and not stopped:
             self.run.append(row)
             self.run.draw_loss()
@@ -298,6 +300,12 @@ def completed_settings(settings: Settings, flags, in_files):
         raise UserError(f"no run in {run.folder} to resume: check --out, or begin one without --resume")
     if settings.resume:
         say(f"no run in {run.folder} to resume: it begins")
+    if settings.warmup_iters >= settings.max_iters:
+        if "warmup_iters" in flags | in_files:
+            hint = f"expected fewer than the {settings.max_iters} of --max-iters"
+            raise UserError(f"--warmup-iters {settings.warmup_iters}: {hint}")
+        settings = replace(settings, warmup_iters=settings.max_iters // 6)
+        say(f"--warmup-iters {settings.warmup_iters}, a sixth of --max-iters: the default is not below that")
     return settings
 
 

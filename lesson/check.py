@@ -29,6 +29,7 @@ from lib.settings import Command, UserError, run_script
 from measure.attention import attention_to
 from measure.cosines import pairwise_cosine
 from measure.theory import hermite_kernel, relu_recursion
+from measure.units import zero_units
 from model import PRESETS
 from sources import checkpoint
 from sources.inputs import TextSettings, random_tokens, read_tokens
@@ -71,11 +72,10 @@ def grade(exercise):
     except NotImplementedError:
         return False, f"{name} is still to be written in {place}"
     except (Exception, SystemExit) as error:  # the student's own code may fail in any way
-        for frame in traceback.extract_tb(error.__traceback__):
-            if frame.filename == path:  # the last one is where it failed
-                place = f"lesson/answers/{exercise}.py, line {frame.lineno}"
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [f", line {frame.lineno}" for frame in frames if frame.filename == path]
         first_line = str(error).partition("\n")[0]
-        return False, f"{place}: {type(error).__name__} {first_line}"
+        return False, f"{place}{''.join(lines[-1:])}: {type(error).__name__} {first_line}"
 
 
 def expect(is_right, fault) -> None:
@@ -202,21 +202,25 @@ def head_at_rest(sleep):
 def sink_replaced(stand_in):
     """7. Can one vector do the work of the sink's two units? Nine tenths of the loss must come back."""
     spec = checkpoint.parse_spec("smollm2")
-    model = spec.load()
-    silent = copy.deepcopy(model)
-    mlp = silent.model.layers[11].mlp  # of layer 12, two units of which hold the sink up (docs/sinks.md)
-    mlp.down_proj.weight[:, [1229, 1487]] = 0
     given, fresh = read_tokens(TextSettings(num_sequences=40, device="cpu"), spec, LENGTH).chunk(2)
+    units = [(12, 1229), (12, 1487)]  # which hold the sink up (docs/sinks.md)
+    return units_replaced(stand_in, spec.load(), units, given, fresh)
+
+
+def units_replaced(stand_in, model, units, given, fresh):
+    """What the student's vector brings back of the loss that rises without a layer's units."""
+    silent = model.ablated(zero_units(units))
     whole = losses(model, fresh)
     rise = losses(silent, fresh) - whole
     vector = stand_in(model, silent, given)
     expect_tensor(vector, (model.config.d_model,))
 
-    def add(module, inputs, output):
-        output[:, 0] += vector
+    def add(block, inputs, output):
+        stream = output if isinstance(output, torch.Tensor) else output[0]
+        stream[:, 0] += vector
 
-    mlp.register_forward_hook(add)
-    left = (losses(silent, fresh) - whole).mean()
+    with model.blocks[units[0][0] - 1].register_forward_hook(add):
+        left = (losses(silent, fresh) - whole).mean()
     octaves = ", ".join(f"{rise[n - 1 : 2 * n - 1].mean():.1f}" for n in (1, 2, 4, 8, 16, 32))
     said = f"the loss rises by {abs(left):.2f} nats with your vector, without by {rise.mean():.2f}"
     said += f" (at positions 1, 2-3, 4-7, 8-15, 16-31 and 32-63 by {octaves})"
@@ -226,7 +230,7 @@ def sink_replaced(stand_in):
 
 def losses(model, tokens):
     """The mean loss at each position of tokens (n, T), nats: (T - 1,)."""
-    logits = model(tokens)[:, :-1]  # (n, T - 1, V)
+    logits = model.unembed(model.hidden(tokens)[:, :-1])  # (n, T - 1, V)
     return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(0)
 
 

@@ -27,17 +27,14 @@ def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
     return figure, figure.subplots(rows, columns, squeeze=False, **sharing)
 
 
-def legend_below(figure, axes) -> None:
-    """Name below the figure what is drawn on some axes, long names one to a line."""
-    handles, labels = axes.get_legend_handles_labels()
-    columns = 1 if max(map(len, labels), default=0) > 36 else 3
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-
-
-def save_figure(figure, path) -> None:
-    """Rank 0 writes a matplotlib figure as a PNG, atomically."""
+def save_figure(figure, path, legend=None) -> None:
+    """Rank 0 writes a figure as a PNG, atomically, and below it names what is drawn on axes `legend`."""
     if rank() > 0:
         return
+    if legend is not None:
+        handles, labels = legend.get_legend_handles_labels()
+        columns = 1 if max(map(len, labels), default=0) > 36 else 3
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     for axis in [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]:
         if axis.get_scale() == "log":  # numbers, where matplotlib has powers of ten
             low, high = axis.get_view_interval()
@@ -69,11 +66,10 @@ def curves(
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
     for value, name, axes in zip(panels, titles, grid.flat):
-        drawn = points
         if panel:
-            drawn = [point for point in points if point[panel] == value]
             axes.set_title(f"{panel.replace('_', ' ')}: {name}", fontsize=10)
-        for label, line in lines_of(drawn, series, unique(points, series)):
+        for label, line in lines_of(points, series):
+            line = [point for point in line if not panel or point[panel] == value]
             places = [point[x] for point in line]
             heights = np.array([point[y] for point in line])
             (curve,) = axes.plot(places, heights, style, label=label)
@@ -96,13 +92,12 @@ def curves(
         axes.label_outer()
     for key, dash in zip(theories, DASHES):
         grid[0, 0].plot([], [], color="black", ls=dash, lw=1.1, label=theories[key])
-    legend_below(figure, grid[0, 0])
-    save_figure(figure, path)
+    save_figure(figure, path, grid[0, 0])
 
 
-def lines_of(points, series, names=None):
-    """A label and the points of each name that a series has, or of other `names`, as colours go by names."""
-    names = names or unique(points, series)
+def lines_of(points, series):
+    """A label and the points of each name that a series has."""
+    names = unique(points, series)
     for name, label in zip(names, short_names(names)):
         yield f" {label}", [point for point in points if point[series] == name]  # " ": matplotlib hides _name
 
@@ -174,6 +169,7 @@ def draw_chain(path, rows) -> None:
     for axes, (key, title) in zip(grid.flat, LINKS.items()):
         axes.set_title(title, fontsize=10)
         axes.set_xlabel("position" if key == "std" else "layer")
+        axes.set_yscale("linear" if key in ("key_alignment", "alpha") else "log")
         for label, points in lines_of(rows, "checkpoint"):
             link = np.array([point[key] for point in points])
             link = link.reshape(points[-1]["layer"], -1)  # (L, T)
@@ -183,36 +179,7 @@ def draw_chain(path, rows) -> None:
             layers = range(1, len(link) + 1)
             (line,) = axes.plot(layers, link[:, 0], "o-", ms=3)
             axes.plot(layers, np.median(link[:, 1:], axis=1), ":", color=line.get_color())
-            axes.set_yscale("linear" if key in ("key_alignment", "alpha") else "log")
-    legend_below(figure, grid[0, 0])
-    save_figure(figure, path)
-
-
-def draw_interventions(path, points, k, factor) -> None:
-    """Draw alpha_k against the first builder's activation, of the first model and one factor."""
-    (label, points), *_ = lines_of(points, "checkpoint")
-    drawn = []
-    for point in points:
-        if point["factor"] in (None, factor):
-            where = "all layers" if point["changed"] == "all" else f"layer {point['changed']} alone"
-            drawn.append(point | {"values changed in": where})
-    question = f"Where the first builder of{label} is active at position {k}, is that a sink? (a point per "
-    question += f"sequence; a factor of {factor:g} in all layers can break a model: attention rises anyhow)"
-    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "values changed in"}
-    labels = {"xlabel": f"|activation| of the first builder at {k}", "ylabel": f"attention to position {k}"}
-    curves(drawn, path, question, **keys, style="o", log="x", **labels)
-
-
-def draw_silence(path, rows) -> None:
-    """Draw sink rate against the disparity that is left, of each model, and of its controls."""
-    points = []
-    for row in rows:
-        who = "" if row["kind"] in ("none", "first") else ", controls"
-        if row["kind"] not in ("alone", "constant"):
-            points.append(row | {"model": row["checkpoint"] + who})
-    question = "How far must one dimension fall before the sink goes?"
-    labels = {"xlabel": "largest / mean |dimension| at position 1", "ylabel": "share of heads that sink"}
-    curves(points, path, question, x="disparity", y="sink_rate", series="model", style="o", log="x", **labels)
+    save_figure(figure, path, grid[0, 0])
 
 
 def draw_transplants(path, rows, layers) -> None:

@@ -1,6 +1,7 @@
 """How are files read and written, so that none can hang us, fill the memory, or be half there?"""
 
 import contextlib
+import glob
 import hashlib
 import json
 import math
@@ -54,9 +55,13 @@ def sha256(path):
 @contextlib.contextmanager
 def atomic_file(path):
     """A temporary path that takes the place of `path` when the block is done; `path` survives any failure."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    host = os.uname().nodename
+    temporary = path.with_name(f".{path.name}.{host}.{os.getpid()}.tmp")
     try:
-        remove(temporary)  # of a killed process that had our number
+        for left in path.parent.glob(f".{glob.escape(path.name)}.{host}.*.tmp"):
+            process = left.name.split(".")[-2]
+            if left == temporary or not os.path.exists(f"/proc/{process}"):
+                remove(left)  # of a killed process, which may have had our number
         yield temporary
         if path.is_dir():  # which nothing takes the place of
             remove(path)

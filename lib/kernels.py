@@ -45,11 +45,9 @@ def causal_attention(q, k, v):
 def blockwise_attention(q, k, v):
     """Causal attention as defined, 128 queries at a time: the fused backward pass takes twice as long."""
     B, H, T, Dh = q.shape
-    k = k.repeat_interleave(H // k.shape[1], dim=1)  # (B, H, T, Dh)
-    v = v.repeat_interleave(H // v.shape[1], dim=1)  # (B, H, T, Dh)
     q = q.flatten(0, 1)  # (B H, T, Dh)
-    k = k.flatten(0, 1)
-    v = v.flatten(0, 1)
+    k = k.repeat_interleave(H // k.shape[1], dim=1).flatten(0, 1)
+    v = v.repeat_interleave(H // v.shape[1], dim=1).flatten(0, 1)
     blocks = []
     for start in range(0, T, 128):
         end = min(start + 128, T)
@@ -85,11 +83,10 @@ def summed_cross_entropy(states, head, targets):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """F.cross_entropy(F.linear(states, head).float(), targets, reduction="sum"), in nats, in less memory.
+    """F.cross_entropy(F.linear(states, head).float(), targets, reduction="sum"), in less memory.
 
-    States are (n, d), the head (V, d), targets (n,). That line holds n V logits three times over; here those
-    of a chunk of positions serve the loss and both gradients, and are forgotten. The backward pass only
-    scales the gradients. Products are in autocast's dtype, sums in float32 at least.
+    That holds n V logits three times over; here a chunk's logits serve the loss and both gradients, which the
+    backward pass only scales, and are forgotten. Products are in autocast's dtype, sums in float32 at least.
     """
 
     @staticmethod
@@ -129,11 +126,13 @@ def plain_chunk(logits, targets, V, with_gradient):
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     p = exact.softmax(1)
     log_sum = exact.amax(1) - p.amax(1).log()  # log-sum-exp: the largest p is never 0
-    wanted = (torch.arange(len(logits), device=logits.device), targets)
-    loss = (log_sum - exact[wanted]).sum()
+    is_counted = targets >= 0  # a target of -100 is none, as in torch
+    wanted = (torch.arange(len(logits), device=logits.device), targets * is_counted)
+    loss = torch.where(is_counted, log_sum - exact[wanted], 0).sum()
     if not with_gradient:
         return loss, None
     p[wanted] -= 1
+    p[~is_counted] = 0
     return loss, p.to(logits.dtype)
 
 
@@ -143,11 +142,14 @@ def fused_chunk(logits, targets, V, with_gradient):
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     exact = torch.where(token < V, exact, -torch.inf)
     log_sum = exact.logsumexp(1, keepdim=True)  # (n, 1)
-    loss = (log_sum - exact.gather(1, targets[:, None])).sum()
+    targets = targets[:, None]
+    is_counted = targets >= 0  # (n, 1)
+    loss = torch.where(is_counted, log_sum - exact.gather(1, targets * is_counted), 0).sum()
     if not with_gradient:
         return loss, None
-    is_target = token == targets[:, None]  # (n, W)
-    return loss, ((exact - log_sum).exp() - is_target.to(exact.dtype)).to(logits.dtype)
+    is_target = token == targets  # (n, W)
+    d_logits = (exact - log_sum).exp() - is_target.to(exact.dtype)
+    return loss, torch.where(is_counted, d_logits, 0).to(logits.dtype)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.nn  # before a group is made: else its functions' defaults keep it alive
 from tqdm import tqdm
 
-from lib.settings import RunSettings, UserError
+from lib.settings import RunSettings, UserError, meet, mistake_in, raise_first
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}  # tokens in a forward pass
 PATIENCE = float(os.environ.get("BORNBIASED_PATIENCE", 86_400))  # seconds that ranks wait for one another
@@ -30,13 +30,15 @@ def start(settings: RunSettings):
     Returns the settings with device and dtype filled in, the torch.device and the torch.dtype.
     """
     device = choose_device(getattr(settings, "device", "cpu"))
-    if dist.is_torchelastic_launched() and not dist.is_initialized():
-        join_group("nccl" if device.type == "cuda" else "gloo", timedelta(seconds=PATIENCE))
     try:
         Path(settings.out).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=settings.out).close()
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write to the folder --out {settings.out!r}: {error}") from None
+    if dist.is_torchelastic_launched() and not dist.is_initialized():
+        store, rank, size = meet()
+        options = {"timeout": timedelta(seconds=PATIENCE), "store": store, "rank": rank, "world_size": size}
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", **options)
     if not isinstance(settings, RunSettings):  # no model is run
         return settings, device, torch.float32
     dtype = settings.dtype or ("bfloat16" if device.type == "cuda" else "float32")
@@ -44,12 +46,35 @@ def start(settings: RunSettings):
     return settings, device, getattr(torch, dtype)
 
 
-def join_group(backend, patience) -> None:
-    """Join torchrun's processes. After a restart its store still has the addresses of those before them."""
-    store, rank, size = next(dist.rendezvous("env://", timeout=patience))
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # machines: each of several counts restarts for itself
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    dist.init_process_group(backend, timeout=patience, world_size=size, rank=rank, store=store)
+def gathered(value=None):
+    """Each rank's value, a list, when every rank has come here."""
+    values = [value] * world_size()
+    if dist.is_initialized():
+        dist.all_gather_object(values, value)
+    return values
+
+
+def together(work, *arguments):
+    """What `work(*arguments)` returns on this rank; UserError on all ranks for the mistake of any."""
+    result, mistake = None, ""
+    try:
+        result = work(*arguments)
+    except Exception as error:
+        mistake = mistake_in(error)
+        if not mistake:
+            raise
+    raise_first(gathered(mistake))
+    return result
+
+
+def check_agreement(facts) -> None:
+    """UserError unless all ranks have the same facts, a dictionary."""
+    first, *others = gathered(facts)
+    for number, theirs in enumerate(others, start=1):
+        for name in first:
+            if theirs[name] != first[name]:
+                differ = f"rank 0 has {name} {first[name]}, rank {number} {theirs[name]}"
+                raise UserError(f"{differ}: give all machines the same code, data, settings and run folder")
 
 
 def choose_device(name):
@@ -90,16 +115,6 @@ def sum_over_ranks(tensor):
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
-
-
-def any_signal(signals, device):
-    """Does any rank's list of signals hold one? All ranks are told the same."""
-    return sum_over_ranks(torch.tensor(float(len(signals)), device=device)).item() > 0
-
-
-def wait_for_all(device) -> None:
-    """Return when every rank has come here."""
-    sum_over_ranks(torch.zeros((), device=device))
 
 
 def progress(*iterable, **keywords):

@@ -7,6 +7,7 @@ A script describes its settings once, in a dataclass. tyro makes the flags and `
     python seedprint.py compare --help              # positional models, flags, units, defaults
 """
 
+import contextlib
 import dataclasses
 import difflib
 import inspect
@@ -16,6 +17,7 @@ import runpy
 import sys
 import types
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -24,6 +26,17 @@ import torch.distributed as dist
 import tyro
 
 CONFIG_HELP = "\n\nA CONFIG.py before the flags has lines NAME = VALUE."
+MEETING = timedelta(minutes=10)  # how long ranks that have begun wait for one that has not
+LESS = "out of memory: a smaller --micro-batch-size, or --batch-size, takes less"
+REMEDIES = {  # where our surroundings fail: words of the error, and what to do
+    "MemoryError": LESS,
+    "t allocate memory": LESS,
+    "C++ compiler": "no C++ compiler works here: --no-compile needs none",
+    "C compiler": "no C compiler works here: --no-compile needs none",
+    "Broken pipe": "stdout was closed before all was said: send it to a file",
+    "No space left": "the disk that stdout or a file goes to is full",
+    "wait timeout": "a rank has not come: what does it say itself?",
+}
 
 
 class UserError(Exception):
@@ -59,11 +72,16 @@ def at_least(least, kind=int):
     return Annotated[kind, msgspec.Meta(ge=least, le=2**24)]
 
 
+def closest(name, choices, cutoff=0.6):
+    """The choice that a name is a slip of; "" if it is like none of them."""
+    return "".join(difflib.get_close_matches(name, choices, n=1, cutoff=cutoff))
+
+
 def check_choice(name, choices, what) -> None:
     """UserError, which names the closest choice or all of them, if a name is not one of the choices."""
     if name not in choices:
-        matches = difflib.get_close_matches(name, choices, n=1)
-        hint = f"did you mean {matches[0]}?" if matches else f"choose from {', '.join(choices)}"
+        meant = closest(name, choices)
+        hint = f"did you mean {meant}?" if meant else f"choose from {', '.join(choices)}"
         raise UserError(f"unknown {what} {name!r}: {hint}")
 
 
@@ -82,6 +100,8 @@ def read_command(commands, words, document):
         if "" not in commands:
             print(document)
             sys.exit(0)
+    elif words and not os.path.exists(words[0]) and closest(words[0], subcommands):
+        check_choice(words[0], subcommands, "subcommand")
     if name not in commands:
         raise UserError(f"name a subcommand: {', '.join(subcommands)}")
     command = commands[name]
@@ -120,6 +140,8 @@ def read_settings(defaults, words, document, subcommand="", has_config=True):
 
 def read_config_file(path, defaults):
     """The settings that a config file gives, `defaults` for what it does not name; and the names it gives."""
+    if not os.path.exists(path):
+        check_choice(path, [str(file) for file in Path(path).parent.glob("*.py")], "config file")
     try:
         names = runpy.run_path(path)
     except Exception as error:  # the file is the user's own code, and may fail in any way
@@ -143,7 +165,7 @@ def from_values(kind, values, place):
 
 
 def is_first_process():
-    """Is this the process that speaks? Under torchrun every rank meets the same mistake."""
+    """Is this the process that speaks and writes? Under torchrun every rank meets the same mistake."""
     return os.environ.get("RANK", "0") == "0" or not dist.is_torchelastic_launched()
 
 
@@ -153,22 +175,55 @@ def say(text) -> None:
         print(text, flush=True)
 
 
+def meet(mistake=""):
+    """Wait for torchrun's ranks: their store, this one's number, their count. UserError for any's mistake."""
+    store, rank, size = next(dist.rendezvous("env://", timeout=MEETING))
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # machines: each of several counts restarts for itself
+        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    store.set(f"mistake {rank}", mistake)
+    raise_first(store.get(f"mistake {other}").decode() for other in range(size))
+    return store, rank, size
+
+
+def raise_first(mistakes) -> None:
+    """UserError for the first of all ranks' mistakes that is not empty."""
+    for rank, mistake in enumerate(mistakes):
+        if mistake:
+            raise UserError(f"rank {rank}: {mistake}" if rank else mistake)
+
+
+def mistake_in(error):
+    """What to say of a user's mistake, or of surroundings that fail; nothing of a fault of the program."""
+    if isinstance(error, UserError):
+        return str(error)
+    text = f"{type(error).__name__}: {error}".strip()
+    remedies = [f"{remedy} ({text.splitlines()[-1]})" for part, remedy in REMEDIES.items() if part in text]
+    return "".join(remedies[:1])
+
+
 def run_script(commands, document) -> None:
-    """Do what the command line asks. Exit status: 0, 2 with one line for a UserError, 1 for anything else."""
+    """Do what the command line asks. Exit status: 0, 2 with one line for a mistake, 1 for anything else."""
     script = Path(sys.argv[0]).name
-    sys.stdout.reconfigure(line_buffering=True)  # also into a pipe
     try:
+        if sys.stdout is None:
+            raise UserError("stdout is closed: send it somewhere, as by > log.txt")
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # also into a pipe
         function, settings = read_command(commands, sys.argv[1:], document)
-        if is_first_process():
-            print(f"{script}: {function.__doc__.splitlines()[0]}")
+        say(f"{script}: {function.__doc__.splitlines()[0]}")
         function(settings)
-    except UserError as error:
+    except Exception as error:
+        mistake = mistake_in(error)
+        if not mistake:
+            raise
+        if dist.is_torchelastic_launched() and not dist.is_initialized():  # others wait for this rank
+            with contextlib.suppress(UserError, RuntimeError, ValueError):
+                meet(mistake)
         if is_first_process():
-            line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error)[:1000])
+            line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in mistake[:1000])
             print(f"{script}: {line}", file=sys.stderr)
+        if isinstance(error, OSError):  # what stdout still holds has no place to go
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(2)
-    except BrokenPipeError:  # stdout was closed, as by `| head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

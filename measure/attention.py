@@ -2,7 +2,6 @@
 
 from collections import defaultdict
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.stats import kendalltau
@@ -10,53 +9,29 @@ from torch import Tensor
 
 from init import variant
 from lib.runtime import default_batch_size, progress
-from model import Transformer, causal_attention, with_sink
-
-
-def weights_on(q: Tensor, k: Tensor, positions: Tensor, sink_key=None) -> Tensor:
-    """The weights of queries q (B, H, T, Dh) on keys k (B, G, T, Dh) at K <= Dh positions: (B, H, T, K).
-
-    Attention returns a weighted mean of values. If the values are one-hot, this mean is the weights, and the
-    fused kernel computes it in O(T) memory. The CPU's kernel needs values as wide as keys, hence K <= Dh.
-    `sink_key` (G Dh,) is the key of an explicit sink, which has position 0.
-    """
-    keys = with_sink(sink_key, k)
-    first = k.shape[2] + 1 - keys.shape[2]  # position of the first key: 1, or 0 with an explicit sink
-    (there,) = torch.nonzero(positions >= first, as_tuple=True)
-    places = positions[there] - first
-    values = torch.zeros_like(keys)
-    values[:, :, places, there] = 1
-    return causal_attention(q, keys, values)[..., : len(positions)]
-
-
-def mean_attention(q: Tensor, k: Tensor, positions, sink_key=None) -> Tensor:
-    """alpha (B, H, K): the weight on position p, averaged over the queries i >= p (BB 6.2.1)."""
-    positions = torch.as_tensor(positions, device=k.device)
-    parts = []
-    for part in positions.split(k.shape[3]):
-        weights = weights_on(q, k, part, sink_key)
-        parts.append(weights.sum(2, dtype=torch.float32))
-    queries = k.shape[2] + 1 - positions.clamp(min=1)  # (K,) that see it; all see position 0
-    return torch.cat(parts, dim=2) / queries
-
-
-def sink_key(model: Transformer, layer):
-    """The key (G Dh,) of a layer's explicit sink, or None."""
-    return model.model.layers[layer - 1].self_attn.sink_key
+from lib.settings import UserError
+from model import Transformer
 
 
 @torch.inference_mode()
-def attention_to(model: Transformer, tokens: Tensor, positions=(1,), on_heads=None, on_state=None) -> Tensor:
+def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=None) -> Tensor:
     """alpha of K positions in every head, (B, L, H, K)."""
     layers = []
 
-    def watch(layer, heads, q, k, v):
-        layers.append(mean_attention(q, k, positions, sink_key(model, layer)))
+    def watch(layer, heads, q, k, v, alpha):
+        layers.append(alpha(positions))
         if on_heads is not None:
-            return on_heads(layer, heads, q, k, v)
+            return on_heads(layer, heads, q, k, v, alpha)
 
     model.hidden(tokens, on_heads=watch, on_state=on_state)
     return torch.stack(layers, dim=1)
+
+
+def check_seen(model, *parts) -> None:
+    """UserError if a part of a model, as "units", is not seen."""
+    for part in parts:
+        if part in model.lacks:
+            raise UserError(f"its {part} cannot be seen: {model.lacks[part]}")
 
 
 def uniform_alpha(T):
@@ -91,7 +66,7 @@ class Means:
         """The means of all layers, (layers, ...)."""
         return torch.stack(list(self.of[name].values()))
 
-    def add_heads(self, layer, heads: Tensor, q, k, v) -> None:
+    def add_heads(self, layer, heads: Tensor, q, k, v, alpha) -> None:
         """Add the heads' outputs (B, H, T, Dh), whose spread `std` tells; an `on_heads`."""
         self.add("heads", layer, heads.double())
         self.add("squared heads", layer, heads.double().square())
@@ -104,32 +79,36 @@ class Means:
 
 
 @torch.inference_mode()
-def constants_at(model: Transformer, tokens: Tensor, position=1):
-    """The mean key and the mean value of a position over sequences (n, T): (L, G, Dh) each."""
+def constants_at(model, tokens: Tensor, position=1):
+    """By layer the mean key and the mean value of a position over sequences (n, T): (G, Dh) each."""
     means = Means(len(tokens))
 
-    def on_heads(layer, heads, q, k, v):
+    def on_heads(layer, heads, q, k, v, alpha):
         means.add("key", layer, k[:, :, position - 1])
         means.add("value", layer, v[:, :, position - 1])
 
     for part in batches(tokens[:, :position]):
         model.hidden(part, on_heads=on_heads)
-    return means.stack("key"), means.stack("value")
+    return {layer: (key, means.of["value"][layer]) for layer, key in means.of["key"].items()}
 
 
-def with_constants(model: Transformer, keys: Tensor, values: Tensor, layers=None) -> Transformer:
+def with_constants(model, constants, layers=None):
     """The same weights in the same memory, with explicit sinks in some layers, by default in all.
 
-    Their keys and values are the constants `keys` and `values`, (L, G, Dh) each.
+    Their keys and values are `constants`, by layer (G, Dh) each.
     """
+    check_seen(model, "constants")
+    constants = {layer: pair for layer, pair in constants.items() if layers is None or layer in layers}
+    if not isinstance(model, Transformer):
+        return model.with_constants(constants)
     other = variant(model, explicit_sink=True)
-    for layer, (block, key, value) in enumerate(zip(other.model.layers, keys, values), start=1):
+    for layer, block in enumerate(other.blocks, start=1):
         attention = block.self_attn
         attention.sink_key = attention.sink_value = None
-        if layers is None or layer in layers:
+        if layer in constants:
             like = attention.k_proj.weight
-            attention.sink_key = torch.nn.Parameter(key.flatten().to(like, copy=True))
-            attention.sink_value = torch.nn.Parameter(value.flatten().to(like, copy=True))
+            pair = [torch.nn.Parameter(x.flatten().to(like, copy=True)) for x in constants[layer]]
+            attention.sink_key, attention.sink_value = pair
     return other
 
 
@@ -144,7 +123,7 @@ class Chain(Means):
     (`key_alignment`), their values small (`value_norm`), and queries find them (`alpha`).
     """
 
-    def __init__(self, model: Transformer, num_sequences):
+    def __init__(self, model, num_sequences):
         super().__init__(num_sequences)
         self.model = model
 
@@ -157,47 +136,56 @@ class Chain(Means):
             self.add("state", layer, x.double().mean(1))  # averaged over positions, (d,)
             self.add("product", layer, (flat.T @ flat)[None] / x.shape[1])  # outer, likewise, (d, d)
 
-    def on_heads(self, layer, heads, q, k, v) -> None:
-        self.add_heads(layer, heads, q, k, v)
+    def on_heads(self, layer, heads, q, k, v, alpha) -> None:
+        self.add_heads(layer, heads, q, k, v, alpha)
         self.add("value_norm", layer, v.float().norm(dim=3).mean(1))  # (T,)
         self.add("value_ratio", layer, ratio_of_first(v).mean(1))
         self.add("key", layer, F.normalize(k.float(), dim=3))  # (G, T, Dh), each divided by its norm
-        alpha = mean_attention(q, k, range(1, k.shape[2] + 1), sink_key(self.model, layer))
-        self.add("alpha", layer, alpha.mean(1))  # (T,)
+        self.add("alpha", layer, alpha(range(1, k.shape[2] + 1)).mean(1))  # (T,)
 
-    def links(self) -> dict[str, Tensor]:
-        """Each link, (L, T). `key_alignment` is the norm of the mean key; 1 if all keys agree (ours)."""
-        links = {name: self.stack(name) for name in ("norm", "disparity", "value_norm", "alpha")}
-        links["std"] = torch.stack([self.std(layer) for layer in self.of["heads"]])
-        links["key_alignment"] = self.stack("key").norm(dim=3).mean(1)
+    def links(self, layer):
+        """Each link of a layer, (T,), None for those of heads in a layer without attention.
+
+        `key_alignment` is the norm of the mean key; 1 if all keys agree (ours).
+        """
+        links = {name: self.of[name][layer] for name in ("norm", "disparity")}
+        attends = layer in self.of["alpha"]
+        links |= {name: self.of[name][layer] if attends else None for name in ("value_norm", "alpha")}
+        links["std"] = self.std(layer) if attends else None
+        links["key_alignment"] = self.of["key"][layer].norm(dim=2).mean(0) if attends else None
         return links
 
     def by_position(self):
         """A row for each layer and position: its links."""
-        links = self.links()
         rows = []
-        for layer, position in np.ndindex(links["std"].shape):
-            values = {name: link[layer, position].item() for name, link in links.items()}
-            rows.append({"layer": layer + 1, "position": position + 1} | values)
+        for layer, norms in self.of["norm"].items():
+            links = self.links(layer)
+            for place in range(len(norms)):
+                values = {name: None if link is None else link[place].item() for name, link in links.items()}
+                rows.append({"layer": layer, "position": place + 1} | values)
         return rows
 
     def by_layer(self):
         """A row for each layer: its links at position 1, and those that have no position."""
-        links = self.links()
         rows = []
-        for layer, block in enumerate(self.model.model.layers, start=1):
-            at_1 = {name: link[layer - 1, 0].item() for name, link in links.items()}
+        for layer in self.of["norm"]:
+            links = self.links(layer)
+            at_1 = {name: None if link is None else link[0].item() for name, link in links.items()}
             row = {
                 "layer": layer,
-                "std_ratio": at_1["std"] / links["std"][layer - 1, 1:].median().item(),
+                "std_ratio": None,
                 "disparity": at_1["disparity"],
                 "norm_ratio": self.of["norm_ratio"][layer].item(),
-                "value_ratio": self.of["value_ratio"][layer].item(),
+                "value_ratio": None,
                 "key_alignment": at_1["key_alignment"],
                 "effective_rank": effective_rank(self.of["state"][layer], self.of["product"][layer]),
-                "output_tau": output_tau(block.self_attn.o_proj.weight, self.std(layer, 1)),
+                "output_tau": None,
                 "alpha1": at_1["alpha"],
             }
+            if links["std"] is not None:
+                row["std_ratio"] = at_1["std"] / links["std"][1:].median().item()
+                row["value_ratio"] = self.of["value_ratio"][layer].item()
+                row["output_tau"] = output_tau(self.model.output_weight(layer), self.std(layer, 1))
             rows.append(row)
         return rows
 
@@ -210,6 +198,8 @@ def disparity(states: Tensor) -> Tensor:
 
 def output_tau(weight: Tensor, std: Tensor):
     """Kendall's tau of the norms of W_O's columns (d, H Dh) with the std (H, Dh) of their inputs, or None."""
+    if weight is None:
+        return None
     norms = weight.float().norm(dim=0).cpu().numpy()
     tau = kendalltau(norms, std.flatten().numpy()).statistic
     return None if tau != tau else float(tau)

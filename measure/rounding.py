@@ -2,23 +2,20 @@
 
 import contextlib
 
-import torch
-
 from measure.units import alpha_and_loss
-from model import Transformer
 
 
 def rounded_losses(model, tokens, before):
-    """The losses with 8-bit inputs of all projections, which huge numbers make coarse."""
+    """The losses with 8-bit inputs of all projections, which huge numbers make coarse; {} for experts."""
     losses = {}
-    for scale in ("tensor", "token"):
+    for scale in ("tensor", "token") if model.linears else ():
         with rounded_inputs(model, scale):
             losses[f"loss_8bit_{scale}"] = alpha_and_loss(model, tokens, before=before)[2]["loss"]
     return losses
 
 
 @contextlib.contextmanager
-def rounded_inputs(model: Transformer, scale):
+def rounded_inputs(model, scale):
     """Within this context the blocks' projections read 8-bit inputs: -127 to 127, times a step.
 
     With `token` each position has its own step; with `tensor` one step serves a whole sequence.
@@ -31,7 +28,6 @@ def rounded_inputs(model: Transformer, scale):
         return (x / step).round() * step
 
     with contextlib.ExitStack() as stack:
-        for module in model.model.layers.modules():
-            if isinstance(module, torch.nn.Linear):
-                stack.enter_context(module.register_forward_pre_hook(hook))
+        for module in model.linears:
+            stack.enter_context(module.register_forward_pre_hook(hook))
         yield

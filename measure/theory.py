@@ -30,8 +30,8 @@ def unknown(config, scheme="gpt2"):
         return f"the norm {config.norm}"
     if config.attn_calibration != "none":
         return f"the calibration {config.attn_calibration}"
-    if config.explicit_sink or config.biases or config.positions != "rope":
-        return "explicit sinks, biases of all projections, and learned positions"
+    if config.explicit_sink:
+        return "explicit sinks"
     return None
 
 
@@ -167,7 +167,7 @@ def covariances(config, T, scheme="gpt2", residual=True):
     # W_O, and g_m is that of W_down.
     g_a = d * STD**2 * config.num_heads * config.head_size * residual_variance
     g_m = config.d_ff * residual_variance
-    t = 1.0 if config.qk_norm else d * STD**2  # std of a logit: std(q) std(k), sqrt(d) 0.02 each
+    t = d * STD**2  # std of a logit: std(q) std(k), sqrt(d) 0.02 each
     v = math.expm1(t**2)
     k = mlp_kernel(config.mlp, math.sqrt(d) * STD, d, scheme)
     both = torch.zeros(2, T, T, dtype=torch.float64)  # S and R

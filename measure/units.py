@@ -11,14 +11,11 @@
 
 import contextlib
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from lib import kernels
-from measure.attention import Chain, Means, batches, disparity, mean_attention, sink_key
-from model import Transformer
+from measure.attention import Chain, Means, batches, check_seen, disparity
 
 # The first prediction has one token to go by, and gains from anything in front of the text; the next seven
 # have two to eight. Losses of models with and without something in front are compared from the ninth on.
@@ -29,31 +26,15 @@ LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles dispari
 
 
 @contextlib.contextmanager
-def hidden_units(model: Transformer, on_units):
-    """Within this context `on_units(layer, units)` sees, and may replace, each MLP's units (B, T, d_ff).
-
-    `with hidden_units(model, zero_units(chosen)):` is a model with some units at zero.
-    """
-
-    def hook(layer, module, inputs):
-        return on_units(layer, *inputs)
-
-    with contextlib.ExitStack() as stack:
-        for layer, block in enumerate(model.model.layers, start=1):
-            stack.enter_context(block.mlp.down_proj.register_forward_pre_hook(partial(hook, layer)))
-        yield
-
-
-@contextlib.contextmanager
-def watch(model: Transformer, unit, position=1):
+def watch(model, unit, position=1):
     """Within this context a list collects the |activations|, (B,), of one (layer, unit) at a position."""
     activations = []
 
-    def on_units(layer, units):
-        if layer == unit[0]:
-            activations.append(units[:, position - 1, unit[1]].float().abs().cpu())
+    def on_units(layer, units, first):
+        if layer == unit[0] and 0 <= unit[1] - first < units.shape[-1]:
+            activations.append(units[:, position - 1, unit[1] - first].float().abs().cpu())
 
-    with hidden_units(model, on_units):
+    with model.hidden_units(on_units):
         yield activations
 
 
@@ -62,15 +43,17 @@ class Activity:
     """The hidden units, and the stream at position 1, averaged over sequences.
 
     The sink's dimension after a layer is that of the stream's largest |number| at position 1. A unit's
-    contribution is its activation times its down weight to that dimension, times the sign there. *Builders*
-    contribute most, *removers* take most away (ours).
+    contribution is its activation times its down weight to that dimension, times the sign there. Where a norm
+    follows, what it makes of the sum is shared out like this. *Builders* contribute most, *removers* take
+    most away (ours).
     """
 
-    down: list[Tensor]  # down projections, (d, d_ff) each
+    model: object
     state: Tensor  # stream at position 1, (L + 1, d), the input first
     disparity: Tensor  # disparity of that stream, (L + 1,)
-    at_1: Tensor  # activations at position 1, (L, d_ff)
-    elsewhere: Tensor  # |activations| at the other positions, (L, d_ff)
+    at_1: dict[int, Tensor]  # by layer: activations at position 1, (d_ff,)
+    elsewhere: dict[int, Tensor]  # |activations| at the other positions, (d_ff,)
+    added: dict[int, Tensor]  # what all units of a layer add to that stream, (d,), where it is not their sum
     chain: Chain | None = None  # the links of the same pass
 
     @property
@@ -87,35 +70,47 @@ class Activity:
     def dimension(self, layer):
         return self.state[layer].abs().argmax().item()
 
-    def contributions(self, layer) -> Tensor:
-        """What each unit contributes, (L, d_ff), to the sink's dimension after a layer."""
+    def contributions(self, layer, last=None):
+        """What each unit contributes, by layer (d_ff,), to the sink's dimension after a layer."""
         dimension = self.dimension(layer)
-        weights = torch.stack([down[dimension].float().cpu() for down in self.down])
-        return self.at_1 * weights * self.state[layer, dimension].sign()
+        sign = self.state[layer, dimension].sign()
+        added = {}
+        for its_layer, activations in self.at_1.items():
+            if last is None or its_layer <= last:
+                weights = self.model.down(its_layer)[dimension].float().cpu()
+                added[its_layer] = activations * weights * sign
+                if its_layer in self.added:
+                    total = self.added[its_layer][dimension] * sign
+                    added[its_layer] *= total / added[its_layer].sum()
+        return added
 
     def builders(self, layer, count):
         """The strongest builders of the dimension after a layer, (layer, unit) each; at most `count`."""
-        added = self.contributions(layer)[:layer]
-        return ranked(added, max(1, min(count, (added > 0).sum().item())))
+        added = self.contributions(layer, layer)
+        positive = sum((some > 0).sum().item() for some in added.values())
+        return ranked(added, max(1, min(count, positive)))
 
     def selective(self):
         """The builders of LEAST_SHARE or more that are active at position 1 alone, the strongest first."""
-        added = self.contributions(self.layer)[: self.layer]
         needed = LEAST_SHARE * self.state[self.layer].abs().max()
-        is_active_at_1 = self.at_1.abs() >= SELECTIVITY * self.elsewhere
-        is_selective = is_active_at_1[: self.layer] & (added >= needed)
-        return ranked(added * is_selective, int(is_selective.sum()))
+        chosen, count = {}, 0
+        for layer, added in self.contributions(self.layer, self.layer).items():
+            is_active_at_1 = self.at_1[layer].abs() >= SELECTIVITY * self.elsewhere[layer]
+            is_selective = is_active_at_1 & (added >= needed)
+            chosen[layer] = added * is_selective
+            count += int(is_selective.sum())
+        return ranked(chosen, count)
 
     def num_needed(self, layer, share):
         """How many builders make a share of the dimension after a layer."""
-        added = self.contributions(layer)[:layer].clamp(min=0)
-        sums = added.flatten().sort(descending=True).values.cumsum(0)
+        added = torch.cat(list(self.contributions(layer, layer).values())).clamp(min=0)
+        sums = added.sort(descending=True).values.cumsum(0)
         needed = share * self.state[layer].abs().max()
         return 1 + (sums < needed).sum().item()
 
     def removers(self, count):
         """The strongest removers of `self.layer`'s dimension, in any layer."""
-        return ranked(-self.contributions(self.layer), count)
+        return ranked({layer: -added for layer, added in self.contributions(self.layer).items()}, count)
 
     def layer_rows(self):
         """A row for each layer: the chain's, and its builders if the layer makes a dimension dominate."""
@@ -133,13 +128,13 @@ class Activity:
         builds = self.contributions(self.layer)
         rows = []
         for layer, unit in units:
-            squares = self.down[layer - 1][:, unit].float().square()
+            squares = self.model.down(layer)[:, unit].float().square()
             row = {
                 "layer": layer,
                 "unit": unit,
-                "first": self.at_1[layer - 1, unit].abs().item(),
-                "others": self.elsewhere[layer - 1, unit].item(),
-                "builds": builds[layer - 1, unit].item(),
+                "first": self.at_1[layer][unit].abs().item(),
+                "others": self.elsewhere[layer][unit].item(),
+                "builds": builds[layer][unit].item(),
                 "down_share": (squares[dimension] / squares.sum()).item(),
                 "dimension": dimension,
             }
@@ -148,8 +143,9 @@ class Activity:
 
 
 @torch.inference_mode()
-def observe(model: Transformer, tokens: Tensor, with_chain=False) -> Activity:
-    """The Activity of a model on tokens (n, T)."""
+def observe(model, tokens: Tensor, with_chain=False) -> Activity:
+    """The Activity of a model on tokens (n, T); UserError for one whose states or units are not seen."""
+    check_seen(model, "states", "units")
     means = Means(len(tokens))
     chain = Chain(model, len(tokens)) if with_chain else None
 
@@ -159,28 +155,60 @@ def observe(model: Transformer, tokens: Tensor, with_chain=False) -> Activity:
         if chain is not None:
             chain.on_state(layer, x)
 
-    def on_units(layer, units):
-        means.add("at_1", layer, units[:, 0].float())
-        means.add("elsewhere", layer, units[:, 1:].float().abs().mean(1))
+    def on_units(layer, units, first):
+        means.add("at_1", (layer, first), units[:, 0].float())
+        means.add("elsewhere", (layer, first), units[:, 1:].float().abs().mean(1))
 
-    with hidden_units(model, on_units):
+    with model.hidden_units(on_units):
         for part in batches(tokens):
             model.hidden(part, on_state=on_state, on_heads=None if chain is None else chain.on_heads)
-    down = [block.mlp.down_proj.weight.detach() for block in model.model.layers]
-    return Activity(down, **{name: means.stack(name) for name in means.of}, chain=chain)
+    units = {name: joined(means.of[name]) for name in ("at_1", "elsewhere")}
+    states = means.stack("state")
+    added = {}
+    for layer in model.normed_layers:
+        added[layer] = states[layer] - state_without_units(model, layer, tokens[:, :1])
+    return Activity(model, states, means.stack("disparity"), **units, added=added, chain=chain)
 
 
-def ranked(scores: Tensor, count):
-    """The (layer, unit) of the largest scores (L, d_ff), the largest first."""
-    order = scores.flatten().argsort(descending=True)[:count].tolist()
-    return [(place // scores.shape[1] + 1, place % scores.shape[1]) for place in order]
+def state_without_units(model, layer, tokens):
+    """The mean stream (d,) after a layer whose units are at zero, of tokens (n, 1)."""
+    means = Means(len(tokens))
+
+    def on_state(at, x):
+        if at == layer:
+            means.add("state", layer, x[:, 0].float())
+
+    def silence(at, units, first):
+        return torch.zeros_like(units) if at == layer else None
+
+    with model.hidden_units(silence):
+        for part in batches(tokens):
+            model.hidden(part, on_state=on_state)
+    return means.of["state"][layer]
+
+
+def joined(parts):
+    """By layer the units of its parts, whose keys are (layer, number of the first unit)."""
+    layers = {}
+    for layer, first in sorted(parts):
+        layers.setdefault(layer, []).append(parts[layer, first])
+    return {layer: torch.cat(some) for layer, some in layers.items()}
+
+
+def ranked(scores, count):
+    """The (layer, unit) of the largest scores, by layer (d_ff,), the largest first."""
+    order = torch.cat(list(scores.values())).argsort(descending=True)[:count]
+    layers = torch.cat([torch.full((len(some),), layer) for layer, some in scores.items()])
+    units = torch.cat([torch.arange(len(some)) for some in scores.values()])
+    return list(zip(layers[order].tolist(), units[order].tolist()))
 
 
 def zero_units(units):
     """An `on_units` that sets hidden units, (layer, unit) each, to zero."""
 
-    def on_units(layer, values):
-        chosen = [unit for its_layer, unit in units if its_layer == layer]
+    def on_units(layer, values, first):
+        chosen = [unit - first for its_layer, unit in units if its_layer == layer]
+        chosen = [unit for unit in chosen if 0 <= unit < values.shape[-1]]
         if not chosen:
             return None
         values = values.clone()  # (B, T, d_ff)
@@ -191,7 +219,7 @@ def zero_units(units):
 
 
 @torch.inference_mode()
-def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, before=0):
+def alpha_and_loss(model, tokens: Tensor, on_state=None, before=0):
     """alpha_1 and alpha_0 (n, layers, H) of tokens (n, T), and mean losses in nats, by name.
 
     alpha_0 is the attention to an explicit sink; it is 0 if there is none. `before` tokens stand in front of
@@ -200,8 +228,8 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, before=0):
     alphas = []
     totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
 
-    def on_heads(layer, heads, q, k, v):
-        by_layer.append(mean_attention(q, k, (1, 0), sink_key(model, layer)).cpu())
+    def on_heads(layer, heads, q, k, v, alpha):
+        by_layer.append(alpha((1, 0)).cpu())
 
     for part in batches(tokens):
         by_layer = []
@@ -209,8 +237,7 @@ def alpha_and_loss(model: Transformer, tokens: Tensor, on_state=None, before=0):
         targets = part[:, before + 1 :]
         for place, some in enumerate(PREDICTIONS):
             chosen = states[:, some].flatten(0, 1)
-            total = kernels.summed_cross_entropy(chosen, model.head_weight, targets[:, some].flatten())
-            totals[place] += total.item()
+            totals[place] += model.summed_loss(chosen, targets[:, some].flatten()).item()
         alphas.append(torch.stack(by_layer, dim=1))  # (B, layers, H, 2)
     alpha_1, alpha_0 = torch.cat(alphas).unbind(-1)
     n, count = len(tokens), targets.shape[1]  # count: predictions of a sequence

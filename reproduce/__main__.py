@@ -4,8 +4,7 @@
     python -m reproduce --only layers mlp --out mine       # some of it
     python -m reproduce --again probe                      # one result anew
 
-A command makes each result that is missing. Runs of training that it reads are made before, once.
-<out>/README.md has a line for each table, figure, finding and proposition.
+A command makes each result that is missing, after the runs of training that it reads.
 """
 
 import functools

@@ -40,8 +40,9 @@ def intrinsic(a, b):
         profiles = []
         for model in (a, b):
             layers = range(model.config.num_layers)
-            weights = [layer_weight(model, layer, f"self_attn.{kind}") for layer in layers]
-            profiles.append([weight.std().item() for weight in weights])
+            profiles.append(
+                [layer_weight(model, layer, f"self_attn.{kind}").std().item() for layer in layers]
+            )
         correlations.append(np.corrcoef(*profiles)[0, 1])
     return np.mean(correlations)
 
@@ -73,23 +74,20 @@ def pcs(a, b):
 def ics(a, b):
     """Cosine of the two models' X M X', centred, X (n, d) embeddings: mean over the invariant terms M."""
     n = min(4096, a.config.vocab_size, b.config.vocab_size)
-    X = a.model.embed_tokens.weight[:n].float()
-    Y = b.model.embed_tokens.weight[:n].float()
-    cosines = []
-    for M, N in zip(invariant_terms(a), invariant_terms(b)):
-        x = X @ M @ X.T  # (n, n)
-        y = Y @ N @ Y.T
-        cosines.append(cosine(x - x.mean(), y - y.mean()))
-    return np.mean(cosines)
+    maps = zip(invariant_maps(a, n), invariant_maps(b, n))
+    return np.mean([cosine(x, y) for x, y in maps])
 
 
-def invariant_terms(model):
-    """Q'K, V'O' and U'D' of the last two layers, the last first, of matrices as they are stored: (d, d)."""
+def invariant_maps(model, n):
+    """X M X', centred, where M is Q'K, V'O' or U'D' of one of the last two layers, the last first."""
+    X = model.model.embed_tokens.weight[:n].float()
     for layer in reversed(range(model.config.num_layers)[-2:]):
         q, k, v, o = (layer_weight(model, layer, f"self_attn.{kind}") for kind in "qkvo")
-        yield q.T @ repeat_heads(k, model.config)
-        yield repeat_heads(v, model.config).T @ o.T
-        yield layer_weight(model, layer, "mlp.up").T @ layer_weight(model, layer, "mlp.down").T
+        up, down = (layer_weight(model, layer, f"mlp.{kind}") for kind in ("up", "down"))
+        k, v = (repeat_heads(weight, model.config) for weight in (k, v))
+        for M in (q.T @ k, v.T @ o.T, up.T @ down.T):  # (d, d), of matrices as they are stored
+            x = X @ M @ X.T  # (n, n)
+            yield x - x.mean()
 
 
 def repeat_heads(weight, config):

@@ -3,10 +3,8 @@
     python -m reproduce.bench                         # two to five minutes on 2 cores
     python -m reproduce.bench --device cuda --dtype bfloat16           # compiled, alone on a GPU
 
-`forward` is the last position's final state of random sequences, `training` a step of train.py: forward and
-backward pass in `dtype` with float32 weights, clipping, AdamW. transformers' model has the same shape, dtype
-and batch, and takes turns with ours. Rows have the medians, in tokens/s, and `ratio`, ours to theirs. It has
-no GPT-2 with RoPE. On a GPU both are compiled.
+`forward` gives random sequences' last final states, `training` does a step of train.py. A transformers model
+of the same shape takes turns with ours, but for a GPT-2 with RoPE, which it has not. Medians, in tokens/s.
 """
 
 from functools import partial
@@ -47,20 +45,16 @@ def bench(settings: RunSettings):
         tokens = torch.randint(PRESETS[name].vocab_size, (B, T + 1), device=experiment.device)
         make = forward_passes if work == "forward" else training_steps
         with torch.inference_mode(work == "forward"):
-            ours, *theirs = take_turns(make(name, tokens, experiment.dtype), B * T)
+            works = make(name, tokens, experiment.dtype)
+            for turn in works:
+                turn()  # the first call allocates
+            turns = [[seconds_of(turn) for turn in works] for _ in range(ROUNDS)]
+        ours, *theirs = [B * T / median(seconds) for seconds in zip(*turns)]
         row = {"model": name, "work": work, "batch_size": B, "sequence_length": T, "ours": ours}
         if theirs:
             row |= {"transformers": theirs[0], "ratio": ours / theirs[0]}
         rows.append(row)
     return experiment.save(rows)
-
-
-def take_turns(works, num_tokens):
-    """Tokens/s of each of some works on as many tokens: the median of its turns."""
-    for work in works:
-        work()  # the first call allocates
-    turns = [[seconds_of(work) for work in works] for _ in range(ROUNDS)]
-    return [num_tokens / median(seconds) for seconds in zip(*turns)]
 
 
 def forward_passes(name, tokens, dtype):

@@ -78,11 +78,6 @@ def span(values):
     return " to ".join(dict.fromkeys(ends))
 
 
-def bounded(value, low, high):
-    """A value and its interval, as text."""
-    return f"{value:.4g} ({low:.4g} to {high:.4g})"
-
-
 def above(low, high, bound=0.0):
     """Is what lies between low and high above `bound`? None where the interval has both answers."""
     if low > bound:
@@ -95,33 +90,42 @@ def below(low, high, bound=0.0):
     return above(-high, -low, -bound)
 
 
-def by_interval(rows, value, is_so, bound=0.0):
+def by_interval(rows, name, is_so, bound=0.0):
     """Is every row's interval `above` or `below` a bound?"""
-    texts = [bounded(row[value], row["low"], row["high"]) for row in rows]
+    texts = [f"{row[name]:.4g} ({row['low']:.4g} to {row['high']:.4g})" for row in rows]
     return ", ".join(texts), [is_so(row["low"], row["high"], bound) for row in rows]
 
 
-def above_zero(rows, name):
-    """Is the mean of a column over seeds above zero, by its interval?"""
-    return by_interval([interval(column(rows, name), name)], name, above)
+def by_mean(rows, name, is_so):
+    """Is a column's mean over rows `above` or `below` zero, by its interval?"""
+    if len(rows) < 2:
+        return "too few runs to say", [None]
+    return by_interval([interval(column(rows, name), name)], name, is_so)
+
+
+def differences(rows, key):
+    """Rows of `key` minus that of the uncalibrated run of the same configuration, seed and step."""
+
+    def run_of(row):
+        return row["config"], row["seed"], row.get("step")
+
+    base = {run_of(row): row[key] for row in rows if row["calibration"] == "none"}
+    others = [row for row in rows if row["calibration"] != "none" and run_of(row) in base]
+    return [row | {key: row[key] - base[run_of(row)]} for row in others]
 
 
 def than_none(rows, calibration, name, is_so):
     """Is a column `above` or `below` in runs of a calibration, than in those of the same seeds with none?"""
-    values = {(row["calibration"], row["seed"]): row[name] for row in rows}
-    seeds = [seed for kind, seed in values if kind == calibration and ("none", seed) in values]
-    if len(seeds) < 2:
-        return "too few runs to say", [None]
-    mean, low, high = interval([values[calibration, seed] - values["none", seed] for seed in seeds]).values()
-    return f"{calibration} minus none: {bounded(mean, low, high)}, {len(seeds)} seeds", [is_so(low, high)]
+    paired = [row for row in differences(rows, name) if row["calibration"] == calibration]
+    text, cases = by_mean(paired, name, is_so)
+    return f"{calibration} minus none: {text}, {len(paired)} seeds", cases
 
 
-def raises(rows, kind, other):
+def raises(rows, *kinds):
     """Is alpha_k higher, by its interval, with one intervention than with another?"""
-    by_kind = {row["intervention"]: row for row in rows}
-    a, b = by_kind[kind], by_kind[other]
-    texts = [f"{row['intervention']} {bounded(row['alpha_k'], row['low'], row['high'])}" for row in (a, b)]
-    return ", ".join(texts), [above(a["low"] - b["high"], a["high"] - b["low"])]
+    a, b = (row for kind in kinds for row in rows if row["intervention"] == kind)
+    text, _ = by_interval([a, b], "alpha_k", above)
+    return f"{' and '.join(kinds)}: {text}", [above(a["low"] - b["high"], a["high"] - b["low"])]
 
 
 def more_often(rows, name, chance):
@@ -145,13 +149,14 @@ def grows_with_length(rows):
 
 def within(rows):
     """Is the theory inside the seeds' 95 % interval of the mean cosine, in every row? None with one seed."""
-    texts, cases = [], []
+    found, cases = [], []
     for row in rows:
         mean, freedom = row["mean_cosine"], row["num_seeds"] - 1
         half = student.ppf(0.975, freedom) * row["seed_std"] / max(1, freedom) ** 0.5  # NaN with one seed
-        texts.append(bounded(mean, mean - half, mean + half))
+        found.append(row | {"low": mean - half, "high": mean + half})
         cases.append(abs(row["theory"] - mean) <= half if freedom else None)
-    return f"{', '.join(texts)} where theory says {span(column(rows, 'theory'))}", cases
+    text, _ = by_interval(found, "mean_cosine", above)
+    return f"{text} where theory says {span(column(rows, 'theory'))}", cases
 
 
 def rises(rows, name="mean_cosine", along="layer"):
@@ -179,10 +184,9 @@ def widening(rows):
 def decay(rows):
     """Does the std of aggregated values fall with the position, by whole octaves (1, 2-3, 4-7, ...)?"""
     std = column(rows, "std")
-    T = len(std)
-    starts = [2**k for k in range(11) if 2 ** (k + 1) - 1 <= T]
+    starts = 2 ** np.arange(int(np.log2(len(std) + 1)))
     octaves = [std[start - 1 : 2 * start - 1].mean() for start in starts]
-    return f"{std[0]:.3f} at position 1 to {std[-1]:.3f} at {T}", list(np.diff(octaves) < 0)
+    return f"{std[0]:.3f} at position 1 to {std[-1]:.3f} at {len(std)}", list(np.diff(octaves) < 0)
 
 
 def first_stands_out(rows, name):
@@ -196,12 +200,6 @@ def ranges(rows, *names):
     """The least and the largest value of some columns; no case."""
     texts = [f"{name} {span(column(rows, name))}" for name in names]
     return f"{', '.join(texts)}, n = {len(rows)}", []
-
-
-def exceeds(rows, larger, smaller):
-    """Is one column above another in every row?"""
-    text, _ = ranges(rows, larger, smaller)
-    return text, list(column(rows, larger) > column(rows, smaller))
 
 
 def times_theory(rows, name, theory):
@@ -235,9 +233,10 @@ def right_answers(rows):
 
 
 def at_most(rows, bound, *names):
-    """Are some columns nowhere above a bound?"""
-    text, _ = ranges(rows, *names)
-    return text, [row[name] <= bound for row in rows for name in names]
+    """Are some columns nowhere above a bound, a number or another column?"""
+    shown = [*names, bound] if bound in rows[0] else names
+    text, _ = ranges(rows, *shown)
+    return text, [row[name] <= row.get(bound, bound) for row in rows for name in names]
 
 
 TEXT = {"part": "runs", "config": "text_sink", "apart": "config"}  # our runs on text, none of a variant
@@ -291,7 +290,7 @@ CLAIMS = [  # of each, what the paper says and its number; the result, its judge
     Claim("Figure 10", "some hidden dimensions are largest far more often than others", "",
         "ten_thousand/probe", ranges, "dimension_ratio"),
     Claim("Figure 11", "every checkpoint is nearer to its birth than to another's", "",
-        "persistence", exceeds, "mean_tau", "stranger_mean_tau"),
+        "persistence", at_most, "mean_tau", "stranger_mean_tau"),
     Claim("Tables 4a, 9", "LLaMA style and Qwen style: newborns are unrelated", "t from 0.094, U from 0.074",
         "lineage", right_answers, table=["4a", "9"], apart="table"),
     Claim("Tables 4b, 10", "a newborn and its trained self are related", "t up to 6e-4, U up to 3e-3",
@@ -344,8 +343,8 @@ CLAIMS = [  # of each, what the paper says and its number; the result, its judge
     Claim("SO: effective rank, trained", "head-wise RMSNorm raises it: 343.7 to 446.0", "+102.3",
         "text", than_none, "headnorm", "effective_rank", above, **TEXT),
     Claim("SO: output projection", "strong columns go on reading what varies more", "tau 0.32",
-        "text", above_zero, "output_tau", calibration="none", **TEXT),
+        "text", by_mean, "output_tau", above, calibration="none", **TEXT),
     Claim("SO: output projection, SmolLM2", "so they do (ours: mean of 30 layers)", "tau 0.32",
-        "smollm2/anatomy", above_zero, "output_tau", part="layers"),
+        "smollm2/anatomy", by_mean, "output_tau", above, part="layers"),
 ]
 # fmt: on

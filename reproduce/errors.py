@@ -2,8 +2,7 @@
 
     python -m reproduce.errors                      # all pairs of 45 newborns: half an hour
 
-Newborns of different seeds are unrelated by construction, so every rejection is an error; a sound test
-rejects 1 % at p <= 0.01. Much hangs on what the models read, and on how they are drawn.
+Newborns of different seeds are unrelated: a sound test calls 1 % of their pairs related at p <= 0.01.
 """
 
 import functools
@@ -15,7 +14,7 @@ import numpy as np
 from scipy.stats import binomtest, norm
 
 from init import SCHEMES, newborn
-from lib.figures import legend_below, lines_of, new_figure, save_figure, unique
+from lib.figures import lines_of, new_figure, save_figure, unique
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
@@ -106,10 +105,10 @@ def error_rates(p_values, key):
     """How often each test rejects, of all pairs, and the rate's 99 % interval (Wilson), a row for each."""
     rows = []
     for test, p in p_values.items():
-        rejections, number = sum(value <= LEVEL for value in p), len(p)
-        low, high = binomtest(rejections, number).proportion_ci(0.99, method="wilson")
-        row = {"test": test} | key | {"num_pairs": number, "rejections": rejections}
-        rows.append(row | {"rate": rejections / number, "low": low, "high": high})
+        rejections = sum(value <= LEVEL for value in p)
+        low, high = binomtest(rejections, len(p)).proportion_ci(0.99, method="wilson")
+        row = {"test": test} | key | {"num_pairs": len(p), "rejections": rejections}
+        rows.append(row | {"rate": rejections / len(p), "low": low, "high": high})
     return rows
 
 
@@ -131,8 +130,7 @@ def draw_rates(rows, path) -> None:
     axes.set_yticks(range(len(lines)), lines)
     axes.xaxis.set_major_formatter("{x:g}")
     axes.invert_yaxis()
-    legend_below(figure, axes)
-    save_figure(figure, path)
+    save_figure(figure, path, axes)
 
 
 COMMANDS = {"": Command(errors, Settings())}

@@ -1,9 +1,6 @@
 """What makes a sink, what weakens it, and which constants end it? What only the papers need beside sinks.py.
 
-python -m reproduce.interventions intervene     # can position 10 be made a sink?
-python -m reproduce.interventions silence       # which hidden units build the sink?
-python -m reproduce.interventions first         # do heads sink on a position, or on a token?
-python -m reproduce.interventions transplant    # sinks.py's cases, and controls
+python -m reproduce.interventions silence       # which hidden units build the sink? --help has all four
 """
 
 import itertools
@@ -14,15 +11,15 @@ import numpy as np
 import torch
 
 import sinks
-from lib.figures import curves, draw_interventions, draw_silence
+from lib.figures import curves, short_names
 from lib.random import keyed_generator
 from lib.results import interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure.attention import attention_to, constants_at, disparity, uniform_alpha, with_constants
-from measure.units import alpha_and_loss, hidden_units, names_of, observe, ranked, watch, zero_units
+from measure.units import alpha_and_loss, names_of, observe, ranked, watch, zero_units
 from sinks import EPSILON, Case, Settings, TransplantSettings, measure_models, sink_share, sink_statistics
-from sources.inputs import read_tokens
+from sources.inputs import bos_of, read_tokens
 
 ACTIVE = 0.1  # `intervene`: a builder wakes at this share of its mean at position 1 (ours)
 FIRST_TOKENS = 24  # `first` tries so many
@@ -52,7 +49,18 @@ def intervene(settings: InterveneSettings):
     experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
     columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "woke")
     result = experiment.save(**lists, columns=(*columns, "alpha_k_woke", "alpha_k_asleep"))
-    draw_interventions(experiment.folder / "intervene.png", lists["points"], k, max(settings.factor))
+    factor = max(settings.factor)
+    first_model = lists["rows"][0]["checkpoint"]
+    shown = []
+    for point in lists["points"]:
+        if point["checkpoint"] == first_model and point["factor"] in (None, factor):
+            shown.append(point | {"changed in layer": point["changed"]})
+    (name,) = short_names([first_model])
+    question = f"Where the first builder of {name} is active at position {k}, is that a sink? (a point per "
+    question += f"sequence; a factor of {factor:g} in all layers can break a model: attention rises anyhow)"
+    keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed in layer"}
+    labels = {"xlabel": f"|activation| of the first builder at {k}", "ylabel": f"attention to position {k}"}
+    curves(shown, experiment.folder / "intervene.png", question, **keys, style="o", log="x", **labels)
     return result
 
 
@@ -95,13 +103,13 @@ def replace_heads(model, k, changed, kind, factor):
     mu + factor (o_k - mu), where mu is the mean of o_k over sequences; with `scale` it becomes factor o_k.
     """
 
-    def on_heads(layer, heads, q, key, v):
+    def on_heads(layer, heads, q, key, v, alpha):
         if changed not in ("all", layer):
             return None
         o_k = heads[:, :, k - 1 : k]  # (B, H, 1, Dh)
         if kind == "self_mask":
             own = v[:, :, k - 1 : k].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
-            o_k = model.model.layers[layer - 1].self_attn.calibrate(own, k)  # k is the last of k positions
+            o_k = model.calibrated(layer, own, k)
         elif kind == "amplify":
             mean = o_k.mean(0, keepdim=True)
             o_k = mean + factor * (o_k - mean)
@@ -118,7 +126,15 @@ def silence(settings: SilenceSettings):
     experiment, lists = measure_models("silence", "ours", settings, every_silence)
     columns = ("checkpoint", "kind", "num_silenced", "left", "disparity", "sink_rate", "low", "high")
     result = experiment.save(**lists, columns=(*columns, "mean_alpha1", "loss", "units"))
-    draw_silence(experiment.folder / "silence.png", lists["rows"])
+    points = []
+    for row in lists["rows"]:
+        who = "" if row["kind"] in ("none", "first") else ", controls"
+        if row["kind"] not in ("alone", "constant"):
+            points.append(row | {"model": row["checkpoint"] + who})
+    question = "How far must one dimension fall before the sink goes?"
+    keys = {"x": "disparity", "y": "sink_rate", "series": "model", "style": "o"}
+    labels = {"xlabel": "largest / mean |dimension| at position 1", "ylabel": "share of heads that sink"}
+    curves(points, experiment.folder / "silence.png", question, **keys, log="x", **labels)
     return result
 
 
@@ -133,23 +149,24 @@ def every_silence(settings: SilenceSettings, spec, model):
     count = settings.num_builders or min(64, activity.num_needed(activity.layer, share=0.99))
     builders = activity.builders(activity.layer, count)
     sets = sets_of_units(settings, activity, builders)
+    num_bos = 0 if bos_of(settings, spec) is None else 1
     rows, states = [], []
 
     def on_state(layer, x):
         if layer == activity.layer:
             states.append(x[:, 0].float().cpu())
 
-    def hold(layer, values):
+    def hold(layer, values, first):
         values = values.clone()  # (B, T, d_ff)
         for its_layer, unit in builders:
-            if its_layer == layer:
-                values[:, 0, unit] = activity.at_1[layer - 1, unit]
+            if its_layer == layer and 0 <= unit - first < values.shape[-1]:
+                values[:, 0, unit - first] = activity.at_1[layer][unit]
         return values
 
     for kind, units in progress(sets, desc="silence", unit=" sets", leave=False):
         states.clear()
-        with hidden_units(model, hold if kind == "constant" else zero_units(units)):
-            alpha, _, losses = alpha_and_loss(model, tokens, on_state)
+        with model.hidden_units(hold if kind == "constant" else zero_units(units)):
+            alpha, _, losses = alpha_and_loss(model, tokens, on_state, num_bos)
         state = torch.cat(states)  # (n, d)
         left = state[:, dimension].mean() / activity.state[activity.layer, dimension]
         row = {"kind": kind, "num_silenced": len(units), "units": names_of(units)}
@@ -168,13 +185,14 @@ def sets_of_units(settings: SilenceSettings, activity, units):
     """
     count = len(units)
     sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
-    norms = torch.stack([down.float().norm(dim=0).cpu() for down in activity.down])  # of the down columns
-    elsewhere = ranked(activity.elsewhere * norms, 2 * count)
+    writes = {}  # how much each unit writes elsewhere
+    for layer, sizes_elsewhere in activity.elsewhere.items():
+        writes[layer] = sizes_elsewhere * activity.model.down(layer).float().norm(dim=0).cpu()
+    elsewhere = ranked(writes, 2 * count)
     generator = keyed_generator("silence", settings.input_seed)
-    d_ff = activity.at_1.shape[1]
     drawn = []
     for layer, _ in units:
-        others = [(layer, unit) for unit in range(d_ff) if (layer, unit) not in units + drawn]
+        others = [(layer, unit) for unit in range(len(writes[layer])) if (layer, unit) not in units + drawn]
         if others:
             drawn.append(others[generator.integers(len(others))])
     sets = [("first", units[:size]) for size in sizes] + [("alone", [unit]) for unit in units[1:4]]
@@ -244,26 +262,32 @@ def cases_and_controls(seed, model, transplanted, activity, others):
     if set(builders) != set(activity.selective()):
         cases.append(Case("builders of 99 % at zero", model, builders))
 
-    def add(kind, keys, values, layers=None):
-        cases.append(Case(kind, with_constants(model, keys, values, layers)))
+    def add(kind, constants, layers=None):
+        cases.append(Case(kind, with_constants(model, constants, layers)))
 
-    keys, values = constants_at(model, others)  # (L, G, Dh) each
+    constants = constants_at(model, others)  # by layer: (G, Dh) each
     jump = (activity.jumps() or [activity.layer])[0]
-    add("transplanted, layer 1", keys, values, [1])
-    add(f"transplanted, layers 1 to {jump}", keys, values, range(1, jump + 1))
-    add(f"transplanted, from layer {jump + 1}", keys, values, range(jump + 1, len(keys) + 1))
-    add("constants of position 2", *constants_at(model, others, position=2))
-    if keys.shape[1] > 1:
-        add("constants of other heads", keys.roll(1, 1), values.roll(1, 1))
-    generator = keyed_generator("transplant", seed)
-    add("drawn constants", drawn_like(keys, generator), drawn_like(values, generator))
+    add("transplanted, layer 1", constants, [1])
+    add(f"transplanted, layers 1 to {jump}", constants, range(1, jump + 1))
+    add(f"transplanted, from layer {jump + 1}", constants, range(jump + 1, model.config.num_layers + 1))
+    add("constants of position 2", constants_at(model, others, position=2))
+    if max(len(key) for key, _ in constants.values()) > 1:
+        rolled = {layer: (key.roll(1, 0), value.roll(1, 0)) for layer, (key, value) in constants.items()}
+        add("constants of other heads", rolled)
+    add("drawn constants", drawn_like(constants, keyed_generator("transplant", seed)))
     return cases
 
 
-def drawn_like(vectors, generator):
-    """Random vectors, (L, G, Dh), each as long as the one in its place."""
-    drawn = torch.from_numpy(generator.standard_normal(vectors.shape, np.float32))
-    return drawn / drawn.norm(dim=-1, keepdim=True) * vectors.norm(dim=-1, keepdim=True)
+def drawn_like(constants, generator):
+    """Random constants, each vector (G, Dh) as long as the one in its place: the keys first."""
+    drawn = []
+    for vectors in zip(*constants.values()):
+        for vector in vectors:
+            noise = torch.from_numpy(generator.standard_normal(vector.shape, np.float32))
+            length = vector.float().norm(dim=-1, keepdim=True)
+            drawn.append(noise / noise.norm(dim=-1, keepdim=True) * length)
+    count = len(constants)
+    return dict(zip(constants, zip(drawn[:count], drawn[count:])))
 
 
 COMMANDS = {

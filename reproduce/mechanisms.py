@@ -1,8 +1,6 @@
 """Does each mechanism of BB section 4 work by itself? Seven experiments beside those of contraction.py.
 
-    python -m reproduce.mechanisms ablation      # each takes seconds to a minute on 2 cores
-
-Models read Gaussian vectors as in `contraction.py layers`, of standard deviation 0.02; in `width` it is 1.
+python -m reproduce.mechanisms ablation      # each takes seconds to a minute on 2 cores
 """
 
 import copy
@@ -24,11 +22,10 @@ from probe import SHOWN, preference
 from sources.inputs import random_vectors
 
 
-def gaussian_inputs(experiment, T, d):
-    """Gaussian vectors in place of embeddings, (num_sequences, T, d)."""
-    settings = experiment.settings
-    vectors = random_vectors(settings.input_seed, range(settings.num_sequences), T, d)
-    return vectors.to(experiment.device, experiment.dtype)
+def gaussian_inputs(births, T, d):
+    """Gaussian vectors of an embedding's standard deviation, 0.02: (num_sequences, T, d)."""
+    vectors = random_vectors(births.settings.input_seed, range(births.settings.num_sequences), T, d)
+    return vectors.to(births.device, births.dtype)
 
 
 @torch.inference_mode()
@@ -52,8 +49,7 @@ def mlp(settings: NewbornSettings):
                 state = function(state)
                 row = key | {"stack": stack, "layer": layer, "theory": prediction[layer]}
                 births.rows.append(row | pairwise_cosine(state))
-                # Deep states are so short that torch's epsilon lowers their cosines (ours).
-                if stack == "mlp0_relu":
+                if stack == "mlp0_relu":  # deep states are so short that torch's epsilon tells (ours)
                     row |= {"stack": "mlp0_relu_epsilon", "theory": None}
                     births.rows.append(row | floored_cosine(state, epsilon=1e-8))
     question = "Does an asymmetric activation contract stacks of MLPs? (mlp0: without norm and residual)"
@@ -129,8 +125,8 @@ def width(settings: NewbornSettings):
             (block,) = model.model.layers
             for scaling, std in (("1/sqrt(d)", d**-0.5), ("0.02", STD)):
                 row = {"seed": key["seed"], "mlp": kind, "d_model": d, "weight_std": std}
-                row["scaling"] = f"weight std {scaling}"
-                row["theory"] = one_block_cosine(kind, std * math.sqrt(d), d, settings.init)
+                cosine = one_block_cosine(kind, std * math.sqrt(d), d, settings.init)
+                row |= {"scaling": f"weight std {scaling}", "theory": cosine}
                 scaled = copy.deepcopy(block.mlp)
                 for weight in scaled.parameters():
                     weight.mul_(std / STD)
@@ -141,21 +137,14 @@ def width(settings: NewbornSettings):
 
 
 def one_block_cosine(mlp, s, d, scheme="gpt2"):
-    """Cosine of the outputs of one MLP without norm and residual for two orthogonal inputs.
-
-    `s` is the standard deviation of a pre-activation. For GELU the limit of small s is s^2 2/pi; for SwiGLU
-    the cosine is of order 1/d.
-    """
+    """Cosine of one MLP0's outputs for orthogonal inputs that give a pre-activation a std of `s`."""
     k = theory.mlp_kernel(mlp, s, d, scheme)
     return None if k is None else float(k[0] / k.sum())
 
 
 @torch.inference_mode()
 def intra(settings: LengthSettings):
-    """Does attention make a sequence's positions alike? (BB Figure 8, Proposition 5; a quarter minute)
-
-    As in BB, `mean_cosine` is the mean over all pairs of positions, each with itself, too.
-    """
+    """Does attention make a sequence's positions alike? (BB Figure 8, Proposition 5; a quarter minute)"""
     births = Births.begin("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
     for key, model, T in births.each(vocab_size=1, sublayers="attention"):
         x = gaussian_inputs(births, T, model.config.d_model)  # (n, T, d)
@@ -181,16 +170,18 @@ def intra(settings: LengthSettings):
 
 
 def averaging_stack(T, layers):
-    """Mean cosine within a sequence, each position with itself, too, after each Attn0, for large d.
-
-    S = I        S <- M S M^T        the mean of S_ij / sqrt(S_ii S_jj)
-    """
+    """Mean cosine within a sequence after each Attn0, for large d, of every pair, itself with itself, too."""
     S = torch.eye(T, dtype=torch.float64)
     cosines = []
     for _ in range(layers):
-        S = theory.average(S)
-        cosines.append((S / theory.scales(S)).mean().item())
+        S = theory.average(S)  # M S M^T
+        cosines.append(mean_cosine(S))
     return cosines
+
+
+def mean_cosine(S):
+    """The mean of S_ij / sqrt(S_ii S_jj), a sequence's covariances (T, T)."""
+    return (S / theory.scales(S)).mean().item()
 
 
 def averaging_limit(T, layers):
@@ -206,11 +197,10 @@ def averaging_limit(T, layers):
 
 @functools.cache
 def intra_recursion(config, T, scheme):
-    """Mean cosine within a sequence, each position with itself, too, before (0) and after each attention."""
+    """The same before (0) and after each attention of a newborn."""
     if theory.unknown(config, scheme):
         return [None] * (config.num_layers + 1)
-    layers = theory.covariances(config, T, scheme, residual=False)
-    return [(S / theory.scales(S)).mean().item() for S, _ in layers]
+    return [mean_cosine(S) for S, _ in theory.covariances(config, T, scheme, residual=False)]
 
 
 @torch.inference_mode()
@@ -235,17 +225,16 @@ def variance(settings: LengthSettings):
 def aggregated_std(config, T, scheme):
     """Standard deviation of aggregated values at positions 1..T of the first block (BB Equation 2).
 
-    With t^2 the variance of a logit, Var o_i is that of a value, 0.02^2 d, times
-    E sum_j a_j^2 + (1 - 1/i) kept_i t^2 / d, where Equation 2 has 1/i. The last term does not decay with i:
-    keys and values come from one input, so that attention, however slight, selects values along W_V W_K^T q.
-    RoPE turns that direction by a different angle for each key, which leaves the share kept_i.
+    Var o_i is that of a value times E sum_j a_j^2 + (1 - 1/i) kept_i t^2 / d, where Equation 2 has 1/i. The
+    last term does not decay: attention, however slight, selects values along W_V W_K^T q, a direction that
+    RoPE turns by a different angle for each key, which leaves the share kept_i.
     """
     if theory.unknown(config, scheme):
         return [None] * T
     d = config.d_model
     i = torch.arange(1, T + 1, dtype=torch.float64)
     value_variance = d * STD**2 * STD**2 / (STD**2 + config.norm_epsilon)  # also that of queries and keys
-    t = 1.0 if config.qk_norm else value_variance  # q k^T / sqrt(Dh) has the std of q times that of k
+    t = value_variance  # q k^T / sqrt(Dh) has the std of q times that of k
     angle = torch.outer(i - 1, rope_frequencies(config).double())  # (T, Dh/2)
     kept = (angle.cos().cumsum(0).square() + angle.sin().cumsum(0).square()).mean(1) / i.square()
     concentration = attention_concentration(T, t) + (1 - 1 / i) * (t**2 * kept / d)
@@ -270,20 +259,15 @@ def attention_concentration(T, t):
 
 
 TEN = tuple(range(42, 52))  # seeds
+GPT2S, STYLES = ("nano_gpt2", "gpt2_1b"), ("nano_gpt2", "nano_llama")
 COMMANDS = {
     "ablation": Command(ablation, LengthSettings(seed=(42,), num_sequences=500)),
     "amplify": Command(amplify, LengthSettings(seed=TEN, num_sequences=20)),
     "engage": Command(engage, NewbornSettings(seed=TEN)),
     "intra": Command(intra, LengthSettings(num_sequences=4)),
     "mlp": Command(mlp, NewbornSettings(seed=TEN)),
-    "variance": Command(
-        variance,
-        LengthSettings(model=("nano_gpt2", "gpt2_1b"), seed=(42,), num_sequences=32),
-    ),
-    "width": Command(
-        width,
-        NewbornSettings(model=("nano_gpt2", "nano_llama"), num_sequences=600, init="normal"),
-    ),
+    "variance": Command(variance, LengthSettings(model=GPT2S, seed=(42,), num_sequences=32)),
+    "width": Command(width, NewbornSettings(model=STYLES, num_sequences=600, init="normal")),
 }
 
 if __name__ == "__main__":

@@ -3,8 +3,7 @@
     python -m reproduce.robustness                                     # smollm2 and its children: an hour
     python -m reproduce.robustness smollm2 A.gguf B.gguf C.gguf        # and other language models, all pairs
 
-Children are changed here, and by `lineage/disguise.py`, whose changes are not felt. The thresholds of
-`lineage/table.py` rest on the rows.
+The thresholds of `lineage/table.py` rest on the rows.
 """
 
 import itertools
@@ -82,12 +81,12 @@ def relatives(spec, settings: Settings):
     reading = TextSettings(text=settings.text, num_sequences=settings.steps, device="cpu")
     tokens = read_tokens(reading, spec, 128)
     yield "itself", "child", source
-    child = trained(spec.load(), tokens[:20], 5e-4)
+    child = trained(spec.load_own(), tokens[:20], 5e-4)
     yield "trained", "child", child
     yield "trained, disguised", "child", disguised(child)
     turns = [-1, settings.steps / 10, settings.steps]
     rates = np.interp(np.arange(settings.steps), turns, [0, 3e-3, 0])  # ten times what fine-tuning takes
-    yield "trained hard", "child, trained hard", trained(spec.load(), tokens, rates)
+    yield "trained hard", "child, trained hard", trained(spec.load_own(), tokens, rates)
     child = disguised(source)
     yield "disguised", "child", child
     yield "disguised, noise of 0.3 std", "child", noised(child, 0.3)
@@ -108,7 +107,7 @@ def relatives(spec, settings: Settings):
     yield "the same, trained", "newborn", trained(model, tokens[: settings.steps // 2], 5e-4)
     small = replace(config, num_layers=6, d_model=192, num_heads=3, num_kv_heads=3, head_dim=64, d_ff=512)
     student = newborn(small, STRANGER_SEED)
-    yield "distilled from its outputs", "distilled", trained(student, tokens, 1e-3, spec.load())
+    yield "distilled from its outputs", "distilled", trained(student, tokens, 1e-3, spec.load_own())
 
 
 def of_matrices(source, change):
@@ -174,10 +173,7 @@ def cut(source, layers):
 
 
 def trained(model, tokens, rates, teacher=None):
-    """A checkpoint of a model after AdamW on tokens (n, T), a sequence a step.
-
-    `rates` is the learning rate of each step, or of all. With a `teacher`, its probabilities are learned.
-    """
+    """A checkpoint of a model after AdamW on tokens (n, T), or on a teacher's outputs, a sequence a step."""
     model = model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
     for batch, rate in zip(tokens.split(1), np.broadcast_to(rates, len(tokens)).tolist()):

@@ -5,13 +5,9 @@
     python -m reproduce.text birth runs/text/none-42 --out mine    # its sink at each kept step: half a minute
     python -m reproduce.text                                       # from results/text/*.jsonl: seconds
 
-A file holds what one run of configs/text_sink.py came to: what it was made with; each evaluation, with the
-sinks of 100 held-out windows, as the text falls and with BOS first; and what was measured at its last step.
-
-`birth`: a sink's end is known. At the last step a run has sink heads, a largest dimension at position
-1, and builders, hidden units that make nearly all of it (`silence` of interventions.py). Each earlier step is
-asked for the same heads, dimension and units, on 64 held-out tokens, the first of them BOS if the run trained
-so.
+A file holds what one run of configs/text_sink.py came to: what it was made with, each evaluation, and what
+was measured at its last step. `birth` asks each step for the sink heads, the largest dimension at position 1,
+and the builders of it that the last step has.
 """
 
 from dataclasses import dataclass
@@ -21,16 +17,18 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import tyro
+from scipy.stats import rankdata
 
 import sinks
 from lib import runtime
-from lib.figures import COLOURS, curves, legend_below, new_figure, save_figure, unique
+from lib.figures import COLOURS, curves, new_figure, save_figure, unique
 from lib.files import read_json
 from lib.random import keyed_generator
 from lib.results import Experiment
 from lib.settings import Command, OutputSettings, UserError, run_script
 from measure import attention
 from measure.units import observe
+from reproduce.claims import differences
 from sources import checkpoint
 from sources.data import default_folder, open_data
 from sources.inputs import read_tokens
@@ -88,12 +86,11 @@ def text(settings: NotedSettings):
                 alpha1 = row.pop("alpha1")  # by layer and head
                 row |= {"mean_alpha1": np.mean(alpha1), "max_alpha1": np.max(alpha1)}
                 rows.append(row | {"val_loss": evaluation["val_loss"]})
-    title = "Which calibration ends sinks on text, and what does it cost? (dots: seeds; lines: their means)"
     hours = sum(run["core_hours"] for run in ends)
     columns = ("config", "calibration", "seed", "step", "val_loss", "text_loss", "sink_rate", "mean_alpha1")
     columns += ("max_alpha1", "disparity", "effective_rank")
     result = experiment.save(rows, columns, ends, runs=ends, core_hours=round(hours, 2))
-    draw_kinds(experiment.folder / "text.png", title, panels_of(rows, ends))
+    draw_text(experiment.folder / "text.png", rows, ends)
     return result
 
 
@@ -114,7 +111,7 @@ def record(run):
             lengths = (32, 64, 128, 256, T) if row["step"] == run.max_iters else (64, T)
             shown = [sink for sink in row["sinks"] if sink["sequence_length"] in lengths]
             rows.append({"step": row["step"], "val_loss": row["val_loss"], "sinks": shown})
-    tokens = open_data(run, torch.device("cpu"))
+    tokens = open_data(run)
     inputs, targets = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
     model = checkpoint.load(run.out)
     loss = sum(model(*windows).item() for windows in zip(inputs.split(8), targets.split(8)))  # sums
@@ -125,11 +122,8 @@ def record(run):
 
 @torch.inference_mode()
 def end_of(run, config, kind, seed):
-    """What a run came to, a row: losses (nats/token) after birth, sinks, SO's links in the mean of layers.
-
-    And the rows of its layers, with the share of heads that sink. All but losses: of 64 held-out tokens.
-    """
-    log = list(read_rows(Path(run.out, "metrics.jsonl")))
+    """What a run came to: losses after birth, sinks and links on 64 held-out tokens; and its layers' rows."""
+    log = read_rows(Path(run.out, "metrics.jsonl"))
     losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
     row = begun_row(run, config, kind, seed)
     row |= {"val_loss": losses[-1], "mean_loss": np.mean(losses)}
@@ -159,22 +153,16 @@ def reading_of(run):
     return sinks.Settings(text=text, first_token="bos" if begins_with_bos else None, device="cpu")
 
 
-def differences(rows, key):
-    """Rows of `key` minus that of the uncalibrated run of the same seed and step."""
-    base = {(row["seed"], row.get("step")): row[key] for row in rows if row["calibration"] == "none"}
-    pairs = [(row, base.get((row["seed"], row.get("step")))) for row in rows if row["calibration"] != "none"]
-    return [row | {key: row[key] - other} for row, other in pairs if other is not None]
-
-
-def panels_of(rows, ends):
-    """Six panels of the runs of CONFIG: sinks by tokens, by length and by layer, the loss, SO's two links."""
+def draw_text(path, rows, ends) -> None:
+    """Draw runs of CONFIG: sinks by tokens, by length and by layer, the loss, SO's two links."""
     rows = [row for row in rows if row["config"] == CONFIG and row["bos_first"]]
     last = max([row["step"] for row in rows], default=0)
     at_64 = [row for row in rows if row["sequence_length"] == 64]
     at_end = sorted([row for row in rows if row["step"] == last], key=lambda row: row["sequence_length"])
     losses = differences([row for row in at_64 if row["step"] > 0], "val_loss")
     by_layer = [run | layer for run in ends if run["config"] == CONFIG for layer in run["layers"]]
-    return [
+    title = "Which calibration ends sinks on text, and what does it cost? (dots: seeds; lines: their means)"
+    panels = [
         (at_64, "tokens", "sink_rate", "share of heads that sink (T = 64)"),
         (at_end, "sequence_length", "sink_rate", "the same by length, at the end"),
         (by_layer, "layer", "sink_rate", "the same by layer, at the end (T = 64)"),
@@ -182,6 +170,7 @@ def panels_of(rows, ends):
         (by_layer, "layer", "disparity", "disparity of the stream at position 1"),
         (by_layer, "layer", "effective_rank", "effective rank of the stream"),
     ]
+    draw_kinds(path, title, panels)
 
 
 def draw_kinds(path, title, panels) -> None:
@@ -200,8 +189,7 @@ def draw_kinds(path, title, panels) -> None:
             axes.axhline(0, color="black", lw=0.6)
         if x == "sequence_length":
             axes.set_xscale("log")
-    legend_below(figure, grid[0, 0])
-    save_figure(figure, path)
+    save_figure(figure, path, grid[0, 0])
 
 
 @torch.inference_mode()
@@ -217,50 +205,50 @@ def born(run):
     is_sink = alpha >= alpha.max().clamp(max=sinks.EPSILON)  # the largest at least
     heads = [(place + 1, head) for place, head in is_sink.nonzero().tolist()]  # layers from 1
     sink = {"layer": layer, "dimension": activity.dimension(layer), "heads": heads}
-    named = {"run": Path(run.out).name}
-    rows = [named | sink | {"builders": specials(checkpoint.load(steps[0]), tokens, sink, builders)}]
+    name = Path(run.out).name
+    rows = [{"run": name} | sink | {"builders": specials(checkpoint.load(steps[0]), tokens, sink, builders)}]
     for step in runtime.progress(steps, desc=run.out, unit=" steps"):
-        links = links_of(checkpoint.load(step), tokens, sink, builders)
-        rows.append(named | {"step": int(step.name.removeprefix("step_"))} | links)
-    return f"birth_{named['run']}", rows
+        key = {"run": name, "step": int(step.name.removeprefix("step_"))}
+        rows.append(key | links_of(checkpoint.load(step), tokens, sink, builders))
+    return f"birth_{name}", rows
 
 
 def links_of(model, tokens, sink, builders):
     """What a step's model has of the later sink: a number for each of LINKS, and for builders elsewhere."""
     activity = observe(model, tokens, with_chain=True)
-    links = activity.chain.links()  # (L, T) each
     layer = sink["layer"]
     layers, units = np.array(builders).T  # layers from 1
     sink_layers, heads = np.array(sink["heads"]).T
+    alignments = [activity.chain.links(one)["key_alignment"][1:] for one in np.unique(sink_layers)]
     found, alpha = sinks.sink_statistics(model, tokens)  # alpha (n, L, H)
     return {
-        "builders": activity.at_1[layers - 1, units].abs().mean().item(),
-        "builders_elsewhere": activity.elsewhere[layers - 1, units].mean().item(),
+        "builders": stacked(activity.at_1)[layers - 1, units].abs().mean().item(),
+        "builders_elsewhere": stacked(activity.elsewhere)[layers - 1, units].mean().item(),
         "dimension": activity.state[layer, sink["dimension"]].abs().item(),
         "disparity": activity.disparity[layer].item(),
         "norm_ratio": found["norm_ratio"],
         "value_ratio": found["value_ratio"],
-        "key_alignment": links["key_alignment"][np.unique(sink_layers) - 1, 1:].mean().item(),
+        "key_alignment": torch.stack(alignments).mean().item(),
         "alpha1": alpha[:, sink_layers - 1, heads].mean().item(),
         "sink_rate": found["sink_rate"],
     }
 
 
 def specials(newborn, tokens, sink, builders):
-    """Were the builders special at birth? A row each: its percentiles among the hidden units of its layer.
-
-    `p` is that of the builders' mean percentile, of both, against as many random units of the same layers.
-    """
+    """Each builder's percentiles in its layer at birth; `p` of their mean, against random units' (DRAWS)."""
     activity = observe(newborn, tokens)
-    activation = percentiles(activity.at_1.abs() - activity.elsewhere)  # (L, d_ff)
-    weight = percentiles(torch.stack([down[sink["dimension"]].abs() for down in activity.down]))
+    down = [newborn.down(layer)[sink["dimension"]].abs() for layer in activity.at_1]
+    weights = torch.stack(down)  # (L, d_ff)
+    activations = stacked(activity.at_1).abs() - stacked(activity.elsewhere)
+    below = rankdata([activations, weights], "min", axis=2) - 1  # units of the layer that have less
+    activation, weight = 100 * (below / (weights.shape[1] - 1))  # (L, d_ff) each
     both = activation + weight
     layers, units = np.array(builders).T
     found = both[layers - 1, units].mean()
     generator = keyed_generator("random units", *[number for builder in builders for number in builder])
     others = generator.integers(both.shape[1], size=(DRAWS, len(builders)))
     drawn = both[layers - 1, others].mean(1)  # (DRAWS,)
-    p = (1 + int((drawn >= found).sum())) / (1 + DRAWS)
+    p = (1 + np.sum(drawn >= found)) / (1 + DRAWS)
     rows = []
     for layer, unit in builders:
         row = {"layer": layer, "unit": unit, "percentile_activation": activation[layer - 1, unit]}
@@ -268,10 +256,8 @@ def specials(newborn, tokens, sink, builders):
     return rows
 
 
-def percentiles(scores):
-    """Each unit's percentile in its layer, of scores (L, d_ff)."""
-    ranks = scores.argsort(dim=1).argsort(dim=1).double()
-    return 100 * (ranks / (scores.shape[1] - 1)).numpy()
+def stacked(by_layer):
+    return torch.stack(list(by_layer.values()))
 
 
 def birth(settings: NotedSettings):
@@ -299,13 +285,10 @@ def birth(settings: NotedSettings):
 
 def half_way(steps, link):
     """The step from which a link stays beyond half of its way from birth; None if it ended where it began."""
-    first, last = steps[0][link], steps[-1][link]
-    found = None
-    for step in reversed(steps):
-        if abs(step[link] - last) >= abs(step[link] - first):
-            break
-        found = step["step"]
-    return found
+    values = np.array([step[link] for step in steps])
+    is_beyond = abs(values - values[-1]) < abs(values - values[0])
+    stays = np.logical_and.accumulate(is_beyond[::-1])[::-1]
+    return steps[stays.argmax()]["step"] if stays.any() else None
 
 
 COMMANDS = {"": Command(text, NotedSettings()), "birth": Command(birth, NotedSettings())}

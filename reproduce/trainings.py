@@ -5,11 +5,12 @@
     python -m reproduce.trainings perplexity --text wiki.txt         # `laptop` on any text, six hours
     python -m reproduce.trainings train runs/lineage                 # runs alone: a folder of them, or some
 
-Each run is made once, in runs/, by one thread, and reused; one that was stopped is taken up again. What runs
-of `calibrations` and `perplexity` came to is noted beside the result, in a .jsonl file, and not made again.
+Each run is made once, in runs/, by one thread, and reused; one that was stopped is taken up again.
 """
 
+import functools
 import itertools
+from collections import defaultdict
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,7 +30,7 @@ from seedprint import PaperSettings, last_outputs, paper_test
 from sources import checkpoint
 from sources.data import TokenData, default_folder
 from sources.inputs import TextSettings, read_tokens
-from sources.runs import Run, read_rows, write_log
+from sources.runs import Run, read_rows
 
 SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base of their table
@@ -90,13 +91,11 @@ def calibration_runs(*configs):
         kinds, seeds = CALIBRATED[config]
         for kind, seed in itertools.product(kinds, seeds):
             changes = {"explicit_sink": True} if kind == "explicit" else {"attn_calibration": kind}
-            name = f"calibrations/{config}-{kind}-{seed}"
-            if config == CONFIG:
-                name = f"text/{kind}-{seed}"
-            else:
+            name = f"text/{kind}-{seed}"
+            if config != CONFIG:
                 changes |= {"keep": "last", "track_sinks": False}
-                if (kind, seed) == ("none", 42):  # what `train.py configs/<config>.py` makes
-                    name = config
+                is_plain = (kind, seed) == ("none", 42)  # what `train.py configs/<config>.py` makes
+                name = config if is_plain else f"calibrations/{config}-{kind}-{seed}"
             runs[config, kind, seed] = training(name, config, seed=seed, **changes)
     return runs
 
@@ -134,35 +133,33 @@ def lineage(settings: RunSettings):
     """What do `compare`, the paper's test and four baselines say of each pair in the papers' tables?"""
     runtime.start(settings)  # hours of training are not for an --out that cannot be written
     runs = lineage_runs()
-    train_all(list(runs.values()))
+    train_all(runs.values())
     experiment = Experiment.begin("lineage", "BB Tables 4, 5, 8-12", settings)  # its seconds are of measuring
     learned = runs["llama", BASE, 1]
     data = TokenData(default_folder(learned.source, learned.tokenizer))
     tokens = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
     pairs = table_pairs(runs, "llama", "4a", "4b, 8", "4c", "5")
     pairs += table_pairs(runs, "qwen", "9", "10", "11", "12")
-    models, weights, outputs = {}, {}, {}  # by folder: for the baselines, for `compare`, for the paper's test
-    for folder in {folder for pair in pairs for folder in pair[1:3]}:
+
+    @functools.cache
+    def read(folder):
         spec = checkpoint.parse_spec(folder)
         model = spec.load(experiment.device, experiment.dtype)
-        models[folder] = model
-        weights[folder] = read_model(folder, spec.open())
-        outputs[folder] = last_outputs(model, model.config.vocab_size, PaperSettings())
+        outputs = last_outputs(model, model.config.vocab_size, PaperSettings())
+        return model, read_model(folder, spec.open()), outputs
+
     rows = []
     for table, base, suspect, kin in runtime.progress(pairs, desc="lineage", unit=" pairs"):
+        models, weights, outputs = zip(read(base), read(suspect))
         row = {"table": table, "base": base, "suspect": suspect, "kin": kin}
-        row |= compare_models(weights[base], weights[suspect], CompareSettings(thorough=True))[0]
-        row |= paper_test(outputs[base], outputs[suspect])
-        rows.append(row | similarities(models[base], models[suspect], tokens))
+        row |= compare_models(*weights, CompareSettings(thorough=True))[0]
+        rows.append(row | paper_test(*outputs) | similarities(*models, tokens))
     columns = ("table", "base", "suspect", "kin", "verdict", "paper_t_p", "paper_u_p", *BASELINES)
     return experiment.save(rows, columns)
 
 
 def table_pairs(runs, style, newborns, children, others, continued):
-    """(table, base, suspect, whether they are related) of every row of a style's four tables.
-
-    Of newborns, newborns and their children, and others' children, and children after a second corpus.
-    """
+    """(table, base, suspect, whether they are related) of every row of a style's four tables."""
     child = {seed: runs[style, seed, 1].out for seed in SEEDS}
     birth = {seed: f"{child[seed]}/step_0000000" for seed in SEEDS}
     unrelated = list(zip(SEEDS, SEEDS[1:] + SEEDS[:1]))  # each seed and the next
@@ -175,9 +172,11 @@ def table_pairs(runs, style, newborns, children, others, continued):
 
 def calibrations(settings: OutputSettings):
     """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12; six hours)"""
-    experiment = Experiment.begin("calibrations", "BB Figure 12; SO", settings)
+    runtime.start(settings)
     runs = calibration_runs("backcopy", "laptop")
-    rows = noted_rows(experiment.folder / "calibrations.jsonl", runs, lambda *of: end_of(*of)[0])
+    train_all(runs.values())
+    experiment = Experiment.begin("calibrations", "BB Figure 12; SO", settings)
+    rows = [end_of(run, *key)[0] for key, run in runs.items()]
     for path in sorted(Path(TEXT).glob(f"{CONFIG}-*.jsonl")):
         begun, *_, end = read_rows(path)
         rows.append({name: (begun | end).get(name) for name in rows[0]})
@@ -193,49 +192,37 @@ def calibrations(settings: OutputSettings):
     return result
 
 
-def noted_rows(path, runs, measure, **same):
-    """A row of each run; one that a file does not note, with the items `same`, is trained and measured."""
-    rows = [row for row in read_rows(path) if row.items() >= same.items()]
-    noted = {(row["config"], row["calibration"], row["seed"]): row for row in rows}
-    for key, run in runs.items():
-        if key not in noted:
-            train_all([run])
-            noted[key] = measure(run, *key) | same
-            write_log(path, noted.values())
-    return [noted[key] for key in runs]
-
-
 def paired_differences(rows):
     """Each kind's sink rate and losses minus those of the same seeds with none: means and intervals."""
     found = []
     for key in ("sink_rate", "val_loss", "mean_loss"):
-        for config in unique(rows, "config"):
-            paired = differences([row for row in rows if row["config"] == config], key)
-            for kind in unique(paired, "calibration"):
-                values = [row[key] for row in paired if row["calibration"] == kind]
-                if len(values) > 1:
-                    row = {"config": config, "calibration": kind, "of": key, "seeds": len(values)}
-                    found.append(row | interval(values))
+        values = defaultdict(list)
+        for row in differences(rows, key):
+            values[row["config"], row["calibration"]].append(row[key])
+        for (config, kind), of_seeds in values.items():
+            if len(of_seeds) > 1:
+                row = {"config": config, "calibration": kind, "of": key, "seeds": len(of_seeds)}
+                found.append(row | interval(of_seeds))
     return found
 
 
 def perplexity(settings: PerplexitySettings):
     """What does each model of `laptop` lose on a text that nobody trained on, in nats/token? (BB Table 7)"""
     check_regular(Path(settings.text))
+    runtime.start(settings)
+    runs = calibration_runs("laptop")
+    train_all(runs.values())
     experiment = Experiment.begin("perplexity", "BB Table 7", settings)
-
-    def measure(run, *key):
+    reading = TextSettings(text=settings.text, num_sequences=256, device=experiment.device.type)
+    rows = []
+    for key, run in runs.items():
         spec = checkpoint.parse_spec(run.out)
         model = spec.load(experiment.device, experiment.dtype)
-        reading = TextSettings(text=settings.text, num_sequences=256, device=experiment.device.type)
         tokens = read_tokens(reading, spec, model.config.context_length + 1)
         windows = tokens[:, :-1], tokens[:, 1:]
         loss = train.evaluate(model, *windows, 16, experiment.device, torch.float32)  # no autocast
-        return begun_row(run, *key) | {"text_loss": loss}
-
-    path = experiment.folder / "perplexity.jsonl"
-    digest = sha256(Path(settings.text))
-    return experiment.save(noted_rows(path, calibration_runs("laptop"), measure, text_sha256=digest))
+        rows.append(begun_row(run, *key) | {"text_loss": loss, "text_sha256": sha256(Path(settings.text))})
+    return experiment.save(rows)
 
 
 COMMANDS = {

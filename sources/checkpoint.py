@@ -3,7 +3,7 @@
 >>> from sources import checkpoint
 >>> model = checkpoint.load("nano_llama@42")          # newborn; with embedding seed 7: "nano_llama@42:7"
 >>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
->>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or Mistral, Qwen2, Qwen3, GPT-2; or a .gguf
+>>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or any causal language model; or a .gguf
 >>> model = checkpoint.load("Qwen/Qwen2.5-0.5B")      # from the Hub: also ORG/NAME@COMMIT, ORG/NAME/file.gguf
 """
 
@@ -19,15 +19,15 @@ import torch
 from safetensors.torch import save_file
 
 from init import birth_value, newborn
-from lib.files import atomic_folder
+from lib.files import atomic_folder, read_json
 from lib.results import HUB_COMMITS
-from lib.settings import UserError, check_choice
+from lib.settings import UserError, check_choice, closest
 from model import PRESETS, Transformer
-from sources import formats, gguf_tokenizers
+from sources import formats
 from sources.formats import CheckpointReader, config_json, open_checkpoint, parameter_shapes
 from sources.gguf import LazyTensor, smollm2
 
-ON_HUB = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
+ON_HUB = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
 FOLDERS = ("runs", "data", "models", "results")  # that a user has here, or will have
 
 
@@ -44,40 +44,80 @@ class Spec:
 
     @property
     def label(self):
-        """The name, with its seed."""
-        return f"{self.name}@{self.seed}" if self.name == self.preset else self.name
+        """The name, with its seed, and what else differs from its default."""
+        if self.name != self.preset:
+            return self.name
+        embedding = "" if self.embedding_seed in (None, self.seed) else f":{self.embedding_seed}"
+        return f"{self.name}@{self.seed}{embedding}"
 
     @property
     def is_newborn(self):
         return self.folder is None
 
     @functools.cached_property
-    def config(self):
-        """The architecture, without the weights; UserError for a folder that is none of ours."""
+    def place(self):
+        """The folder or file; of a .gguf file what it was converted to."""
+        if not formats.is_gguf(self.folder):
+            return self.folder
+        from sources import strangers  # not before it is needed: transformers takes seconds
+
+        return strangers.converted(self.folder)
+
+    @functools.cached_property
+    def is_ours(self):
+        """Is it a newborn, or was it saved here, so that model.py runs it?"""
+        return self.is_newborn or (not formats.is_gguf(self.folder) and formats.is_ours(self.folder))
+
+    @functools.cached_property
+    def own_config(self):
+        """The architecture as model.py has it; UserError for a folder that is of none such."""
         if self.is_newborn:
             return PRESETS[self.preset]
-        return formats.config_from_hf(formats.raw_config(self.folder), self.folder)
+        return formats.config_from_hf(formats.raw_config(self.place), self.place)
+
+    @functools.cached_property
+    def config(self):
+        """What is known without the weights: `own_config`, or a stranger's sources.lens.Shape."""
+        if self.is_ours:
+            return self.own_config
+        from sources import strangers
+
+        return strangers.shape_at(self.place)
 
     @functools.cached_property
     def tokenizer_file(self):
         """The file of the model's own tokenizer, or that names it; None if none can be read here."""
         if self.is_newborn:
             return None
-        if formats.is_gguf(self.folder):
-            values = formats.open_gguf(self.folder).values
-            return self.folder if gguf_tokenizers.is_known(values) else None
         names = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
-        paths = [formats.folder_of(self.folder) / name for name in names]
+        paths = [formats.folder_of(self.place) / name for name in names]
         return next(filter(isfile, paths), None)
+
+    def begins_with_bos(self, tokenizer):
+        """Was the model trained with BOS in front? By its run's settings, or by its tokenizer's own rule."""
+        if not self.is_ours:
+            return tokenizer.adds_bos
+        if self.is_newborn:
+            return False
+        settings = formats.folder_of(self.place).parent / "settings.json"
+        return exists(settings) and bool(read_json(settings).get("bos_first"))
 
     def open(self, any_architecture=False):
         """The CheckpointReader; UserError for an architecture that is not ours, unless any is allowed."""
         if self.is_newborn:
-            return Newborn(self.config, self.seed, self.embedding_seed, self.scheme)
-        return open_checkpoint(self.folder, any_architecture)
+            return Newborn(self.own_config, self.seed, self.embedding_seed, self.scheme)
+        return open_checkpoint(self.folder if any_architecture else self.place, any_architecture)
 
     def load(self, device="cpu", dtype=torch.float32):
-        """The model in eval mode, its blocks in `dtype`; UserError for weights that are not finite."""
+        """The model in eval mode, in `dtype`: ours, or a sources.lens.Lens on a stranger's."""
+        if self.is_ours:
+            return self.load_own(device, dtype)
+        from sources import strangers
+
+        return strangers.open_lens(self.place, device, dtype)
+
+    def load_own(self, device="cpu", dtype=torch.float32):
+        """model.py's model in eval mode, its blocks in `dtype`; UserError unless weights are finite."""
         if self.is_newborn:
             return newborn(self.preset, self.seed, self.embedding_seed, self.scheme, device, dtype)
         checkpoint = self.open()
@@ -107,8 +147,9 @@ def parse_spec(text, scheme="gpt2"):
         check_choice(preset, PRESETS, "preset")
         return Spec(text, None, preset, int(seed), int(embedding_seed or seed), scheme)
     found = ON_HUB.fullmatch(text)
-    first = text.split("/")[0]
-    if found and first not in FOLDERS and not isdir(first):  # a path that is not there stays here
+    names = {"smollm2": "smollm2", **{preset: f"{preset}@42" for preset in PRESETS}}
+    meant = names.get(closest(text, names, 0.75))  # gpt2 is a name of the Hub
+    if found and not meant and text.split("/")[0] not in FOLDERS:  # a path of ours stays here
         from sources import hub  # not before it is needed: its library takes a while
 
         folder = hub.fetch(*found.groups())
@@ -116,6 +157,8 @@ def parse_spec(text, scheme="gpt2"):
         return Spec(text, folder)
     presets = ", ".join(f"{preset}@SEED" for preset in PRESETS)
     expected = "a checkpoint folder, a .gguf file, ORG/NAME on the Hub, smollm2, or a newborn"
+    if meant:
+        raise UserError(f"no model {text!r}: did you mean {meant}?")
     raise UserError(f"no model {text!r}: expected {expected}: {presets}")
 
 

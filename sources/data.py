@@ -23,9 +23,11 @@ import io
 import itertools
 import json
 import re
+import shlex
 import sysconfig
 import warnings
 from array import array
+from collections import Counter
 from dataclasses import dataclass
 from importlib.util import find_spec
 from os.path import exists, isdir
@@ -36,17 +38,16 @@ import numpy as np
 import torch
 from tyro.conf import Positional
 
-from lib.files import atomic_folder, check_regular, read_json
+from lib.files import atomic_folder, check_regular, read_json, sha256
 from lib.random import keyed_generator
-from lib.runtime import progress, wait_for_all
-from lib.settings import Command, UserError, from_values, is_first_process, run_script
-from sources.tokenizers import load_tokenizer
+from lib.runtime import progress, together
+from lib.settings import Command, UserError, from_values, is_first_process, run_script, say
+from sources.tokenizers import converted_tokenizer, load_tokenizer, tell_spelled
 
 PAGE = 2**16  # characters: a longer document is read in pieces, cut at line ends
 WINDOW = 2**10  # tokens: of long documents, windows of up to twice as many are held out
 TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".jsonl")  # endings of text
 TEXT += (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js", ".ts", ".java", ".go", ".rs", ".sh")
-END = "<|endoftext|>"  # that some write between documents; here it ends none, as a text may say it
 NAMES = ("python", "docstrings", "packages", "backcopy")  # of sources that are no files
 PACKAGES = ("torch", "scipy", "sympy", "networkx", "matplotlib", "numpy")  # of the source `packages`
 TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
@@ -72,7 +73,7 @@ def pieces_of(name):
     if name == "backcopy":
         return ((text, True) for text in backcopy())
     if name not in NAMES:
-        files = [file for file in files_of(name) if file.suffix.lower() in TEXT]
+        files = text_files([name])
         if not files:
             expected = f"{', '.join(TEXT)}, folders or globs of these, {', '.join(NAMES)}"
             raise UserError(f"no text in '{name}': expected {expected}")
@@ -84,6 +85,12 @@ def pieces_of(name):
         files = [file for file in files if not {"site-packages", "dist-packages"} & set(file.parts)]
     codes = (file.read_text("utf-8-sig", "replace") for file in files)
     return ((docstrings(code) if name == "docstrings" else code, True) for code in codes)
+
+
+def text_files(source):
+    """The files of text that a source names, but for those of NAMES."""
+    files = itertools.chain(*[files_of(name) for name in source if name not in NAMES])
+    return [file for file in files if file.suffix.lower() in TEXT]
 
 
 def package_files():
@@ -180,17 +187,46 @@ def default_folder(source, tokenizer):
     return Path("data") / name
 
 
-def open_data(settings, device):
-    """The data set that a run is to read; the default one is prepared, by rank 0, where it is missing."""
+def open_data(settings, begins=False):
+    """The data set of a run. The default one is made if it is missing, and checked where a run begins."""
     folder = Path(settings.data or default_folder(settings.source, settings.tokenizer))
-    if settings.data is None and is_first_process() and not folder.exists():
-        print(f"preparing {folder}, once")
-        prepare(Settings(source=settings.source, tokenizer=settings.tokenizer))
-    wait_for_all(device)
+    together(make_or_check, folder, settings, begins)  # before a rank opens it
     tokens = TokenData(folder, settings.bos_first)
     for split in ("train", "val"):
         tokens.num_windows(split, settings.sequence_length)  # a UserError if there is none
+    say(f"{folder}: {tokens.meta.tokens['train']:,} training tokens, {tokens.meta.fingerprint[:12]}")
     return tokens
+
+
+def make_or_check(folder, settings, begins) -> None:
+    """Prepare a run's default data set where it is missing; UserError if its files hold other text now."""
+    if settings.data is not None or (folder.exists() and not begins):
+        return
+    if not folder.exists():
+        if is_first_process():
+            print(f"preparing {folder}, once")
+            prepare(Settings(source=settings.source, tokenizer=settings.tokenizer))
+        return
+    meta = TokenData(folder).meta
+    files = [file for file in text_files(meta.source) if file.exists()]
+    if meta.times in (None, times_of(files)):  # an old one does not say
+        return
+    if not files:
+        say(f"{folder}: its source is no longer here")
+    elif content_of(files) != meta.content:
+        ways = f"remove it, to prepare it anew, or read it as it is, by --data {shlex.quote(str(folder))}"
+        raise UserError(f"{folder} was made of other text than {' '.join(meta.source)} holds now: {ways}")
+
+
+def times_of(files):
+    """What tells, without reading them, whether files are as they were: a digest of names, sizes, times."""
+    lines = [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}\n" for file in files]
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def content_of(files):
+    """A digest of what files hold."""
+    return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
 
 
 def prepare(settings: Settings):
@@ -200,15 +236,20 @@ def prepare(settings: Settings):
         raise UserError(f"{out} exists: choose another --out, or remove it")
     if not 0 < settings.held_out < 1:
         raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")
-    files = itertools.chain(*[files_of(name) for name in settings.source if name not in NAMES])
-    passed_over = [file for file in files if file.suffix.lower() not in TEXT]
+    files = text_files(settings.source)
+    found = itertools.chain(*[files_of(name) for name in settings.source if name not in NAMES])
+    passed_over = [file for file in found if file.suffix.lower() not in TEXT]
     if passed_over:
         print(f"passed over, as no text: {len(passed_over):,} files, as {passed_over[0]}")
+    file = converted_tokenizer(settings.tokenizer)
+    if file is not None:
+        raise UserError(f"--tokenizer {settings.tokenizer}: name what it was converted to, {file}")
     tokenizer = load_tokenizer(settings.tokenizer, (text for text, _ in pieces(settings.source)))
     if tokenizer.bos is None:
         print(f"{settings.tokenizer} has neither BOS nor EOS: nothing separates documents")
     with atomic_folder(out) as folder:
         meta = {"source": settings.source, "tokenizer": settings.tokenizer}
+        meta |= {"content": content_of(files), "times": times_of(files)}
         meta |= write_tokens(folder, pieces(settings.source), tokenizer, settings.held_out)
         tokenizer.save(folder)
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
@@ -226,7 +267,7 @@ def write_tokens(folder, source, tokenizer, share):
     starts = array("Q")  # of documents, in tokens
     num_bytes = 0
     num_tokens = 0
-    num_ends = 0
+    spelled = Counter()
     bar = progress(desc="tokenizing", unit="B", unit_scale=True)
     with bar, (folder / "all.bin").open("wb") as file:
         while some := list(itertools.islice(source, 32)):  # which a tokenizer's threads share
@@ -240,12 +281,11 @@ def write_tokens(folder, source, tokenizer, share):
                 size = len(text.encode())
                 bar.update(size)
                 num_bytes += size
-                num_ends += text.count(END)
+                spelled.update(tokenizer.spelled.findall(text))
                 num_tokens += len(tokens)
     if num_tokens < 2:
         raise UserError("no text: the source is empty")
-    if num_ends >= len(starts):
-        print(f"{END}, {num_ends:,} times in the text, ends no document: make a .jsonl of what is between")
+    tell_spelled(spelled, "the source")
     held_out, spans = held_out_spans(np.array(starts, np.int64), num_tokens, share)
     fingerprint.update(spans.tobytes())
     sizes = split_tokens(folder, dtype, spans)
@@ -308,6 +348,8 @@ class Meta:
     dtype: Literal["uint16", "uint32"]
     fingerprint: str  # a hash of all tokens, of the tokenizer, and of what is held out
     held_out: str  # in words
+    times: str | None = None  # digests of the files it was made of: of names, sizes and times,
+    content: str | None = None  # and of what they held
 
 
 class TokenData:

@@ -23,9 +23,10 @@ import torch
 
 from lib.files import LARGEST_TOKENIZER, check_regular, read_bytes, read_json
 from lib.settings import UserError, from_values, is_first_process
-from model import GPT2, ModelConfig, Transformer
+from model import ModelConfig, Transformer
 from sources.gguf import GGUF, LazyTensor
 
+OURS = "bornbiased"  # model_type of what only model.py can say, and the mark of what was saved here
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training scripts put the weights
 STACK = re.compile(r"(?!.*[./]\d+[./])(?:.*[./])?(?:layers?|blocks?|h)[./]")  # of tensors with all layers
@@ -39,10 +40,7 @@ NO_PARAMETER = re.compile(r"inv_freq$|\.attn\.(?:masked_)?bias$")  # nor a mask
 BUFFER = re.compile(r"(?:bias|mask|_ids|_index|freqs_cis)$")  # tensors that need not be weights
 FAMILIES = {  # model_type: what its configurations leave out
     "llama": {"norm_epsilon": 1e-6},
-    "mistral": {"norm_epsilon": 1e-6},
     "qwen2": {"norm_epsilon": 1e-6, "qkv_bias": True},
-    "qwen3": {"norm_epsilon": 1e-6, "qk_norm": True, "head_dim": 128},
-    "gpt2": {**GPT2, "mlp": "gelu_new", "positions": "learned", "biases": True},
 }
 KEYS = {  # our name: Hugging Face's
     "vocab_size": "vocab_size",
@@ -56,9 +54,7 @@ KEYS = {  # our name: Hugging Face's
     "context_length": "max_position_embeddings",
     "tie_embeddings": "tie_word_embeddings",
 }
-GPT2_KEYS = KEYS | {"d_model": "n_embd", "num_layers": "n_layer", "num_heads": "n_head", "d_ff": "n_inner"}
-GPT2_KEYS |= {"norm_epsilon": "layer_norm_epsilon", "context_length": "n_positions"}
-GPT2_KEYS["mlp"] = "activation_function"
+GONE = {"positions": "rope", "biases": False, "qk_norm": False, "rope_scaling": None}  # settings of old runs
 GPT2_PARTS = {  # of a tensor's name, in a GPT-2: in ours
     "h.": "model.layers.",
     "wte.": "model.embed_tokens.",
@@ -79,32 +75,11 @@ PLAIN = {  # what our model does; other values of these keys are refused
     "partial_rotary_factor": 1.0,
     "is_causal": True,
     "per_layer_config": None,
-    "scale_attn_weights": True,
-    "scale_attn_by_inverse_layer_idx": False,
-    "add_cross_attention": False,
 }
 MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # as in `transformers`, these are
 WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json")  # read before those
-GGUF_KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "head_dim": "attention.key_length",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "max_position_embeddings": "context_length",
-    "rope_theta": "rope.freq_base",
-}
-SCALING_KEYS = {  # our name of a part of Llama 3's RoPE: Hugging Face's
-    "factor": "factor",
-    "original_context_length": "original_max_position_embeddings",
-    "low_frequency_factor": "low_freq_factor",
-    "high_frequency_factor": "high_freq_factor",
-}
-NEUTRAL = ("0", "0.0", "1.0", "none", "False")  # values of a .gguf file's keys of RoPE
 
 
 class ForeignArchitecture(UserError):
@@ -327,38 +302,11 @@ def folder_of(place):
 def raw_config(place):
     """What config.json of a checkpoint says, a dictionary; None where there is none."""
     if is_gguf(place):
-        return gguf_config(open_gguf(place))
+        values = open_gguf(place).values
+        size = values.get(f"{values.get('general.architecture')}.feed_forward_length")
+        return {"intermediate_size": size} if isinstance(size, int) else None
     path = folder_of(place) / "config.json"
     return read_json(path) if exists(path) else None
-
-
-def gguf_config(file):
-    """What config.json would say of a GGUF's model."""
-    family = file.values.get("general.architecture", "unknown")
-    raw = {}
-    for theirs, key in GGUF_KEYS.items():
-        value = file.values.get(f"{family}.{key}")
-        if isinstance(value, int | float):
-            raw[theirs] = value
-    head_dim = raw.get("hidden_size", 0) / max(1, raw.get("num_attention_heads", 1))
-    table = file.tensors.get(TOKEN_TABLE)
-    return raw | {
-        "model_type": family,
-        "vocab_size": table.shape[0] if table else 0,
-        "tie_word_embeddings": "lm_head.weight" not in file.tensors,
-        "rope_scaling": {"rope_type": gguf_rope(file, family, raw.get("head_dim", head_dim))},
-    }
-
-
-def gguf_rope(file, family, head_dim):
-    """The type of a GGUF's RoPE: "none", or what its header says of it that we do not follow."""
-    prefix = f"{family}.rope."
-    said = {key: value for key, value in file.values.items() if key.startswith(prefix)}
-    said.pop(f"{prefix}freq_base", None)
-    if said.get(f"{prefix}dimension_count") == head_dim:
-        del said[f"{prefix}dimension_count"]
-    unknown = [f"{key} {value}" for key, value in said.items() if str(value) not in NEUTRAL]
-    return ", ".join(unknown) or "none"
 
 
 def config_from_hf(raw, place):
@@ -366,30 +314,26 @@ def config_from_hf(raw, place):
     if raw is None:
         raise ForeignArchitecture(f"{folder_of(place) / 'config.json'} is missing")
     family = raw.get("model_type")
-    if family == "bornbiased":
+    if family == OURS:
         values = {key: value for key, value in raw.items() if key != "model_type"}
+        for key, plain in GONE.items():
+            if values.pop(key, plain) != plain:
+                raise ForeignArchitecture(f"{place}: {key} is no longer a setting of model.py")
         return from_values(ModelConfig, values, place)
     if family not in list(FAMILIES):  # a stranger's list or object has no hash
-        known = f"`sinks.py` and all that runs a model read {', '.join(FAMILIES)}"
+        known = f"model.py trains and reads {', '.join(FAMILIES)}"
         raise ForeignArchitecture(f"{place}: foreign architecture {family!r}; {known}")
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "none", "llama3"):
+    if rope_type not in ("default", "none"):
         raise ForeignArchitecture(f"{place}: RoPE of type {rope_type!r} is not supported")
     for key, plain in PLAIN.items():
         value = rope.get(key, raw.get(key, plain))
         if value != plain:
             raise ForeignArchitecture(f"{place}: {key} {value!r} is not supported; expected {plain}")
-    keys = GPT2_KEYS if family == "gpt2" and not is_gguf(place) else KEYS
-    values = FAMILIES[family] | {ours: raw[theirs] for ours, theirs in keys.items() if theirs in raw}
+    values = FAMILIES[family] | {ours: raw[theirs] for ours, theirs in KEYS.items() if theirs in raw}
     values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
-    if rope_type == "llama3":
-        length = "original_max_position_embeddings"  # beside the others it outranks the one among RoPE's
-        rope = rope | {length: raw.get(length, rope.get(length))}
-        values["rope_scaling"] = {ours: rope.get(theirs) for ours, theirs in SCALING_KEYS.items()}
     with as_user_error(place):
-        if family == "gpt2" and values.get("d_ff") is None:
-            values["d_ff"] = 4 * values["d_model"]
         config = from_values(ModelConfig, values, place)
         window = window_of(raw, config.num_layers, place)
         if window is not None:  # up to it, all is plain
@@ -401,36 +345,25 @@ def config_json(config):
     """What config.json says: a Hugging Face configuration where theirs can say it, else our own."""
     spelled_out = replace(config, num_kv_heads=config.kv_heads, head_dim=config.head_size)
     values = asdict(spelled_out)
-    family = "llama"
-    if config.qkv_bias:
-        family = "qwen2"
-    elif config.qk_norm:
-        family = "qwen3"
-    rope = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        scaling = {theirs: values["rope_scaling"][ours] for ours, theirs in SCALING_KEYS.items()}
-        rope |= {"rope_type": "llama3"} | scaling
+    family = "qwen2" if config.qkv_bias else "llama"
     raw = {
         "model_type": family,
         "architectures": [f"{family.capitalize()}ForCausalLM"],
         **{theirs: values[ours] for ours, theirs in KEYS.items()},
-        "rope_parameters": rope,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
     }
     if config_from_hf(raw, family) == spelled_out:
-        return raw
-    return {"model_type": "bornbiased", **asdict(config)}
+        return raw | {OURS: True}
+    return {"model_type": OURS, **asdict(config)}
 
 
 def window_of(raw, num_layers, place):
     """The positions that layers which slide attend to, as `transformers` has it; None where none slides."""
     family = raw["model_type"]
-    if family in ("llama", "gpt2"):
+    if family == "llama":
         return None
-    window = raw.get("sliding_window", 4096)
-    before = 0  # layers before the first that slides
-    if family != "mistral":
-        window = window if raw.get("use_sliding_window") else None
-        before = raw.get("max_window_layers", 28)
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
+    before = raw.get("max_window_layers", 28)  # layers before the first that slides
     kinds = raw.get("layer_types")
     if kinds is None:
         return window if before < num_layers else None
@@ -439,6 +372,12 @@ def window_of(raw, num_layers, place):
     if not is_known or (slides and window is None):
         raise ForeignArchitecture(f"{place}: these layer_types, with a window of {window}, are not supported")
     return window if slides else None
+
+
+def is_ours(place):
+    """Was a checkpoint saved here: as a step of a run, or with a mark of its own?"""
+    raw = raw_config(place) or {}
+    return raw.get("model_type") == OURS or OURS in raw or exists(folder_of(place) / "state.json")
 
 
 def parameter_shapes(config):
@@ -528,8 +467,6 @@ def own_checkpoint(place, raw, tensors):
     if config.num_layers > len(tensors):  # building the layers might take all memory
         raise UserError(f"{place}: too few tensors for {config.num_layers} layers")
     expected = parameter_shapes(config)
-    if raw["model_type"] == "gpt2":
-        tensors = gpt2_tensors(tensors)
     tensors = {name: tensor for name, tensor in tensors.items() if not NO_PARAMETER.search(name)}
     if config.tie_embeddings and HEAD in tensors:
         head = tensors.pop(HEAD)

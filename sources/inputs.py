@@ -1,11 +1,14 @@
 """What does a model read while it is measured? Random tokens, random vectors, text."""
 
 import functools
+import math
 import re
 import sys
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from os.path import isdir, isfile
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,7 +18,7 @@ from lib.files import check_regular
 from lib.random import keyed_generator
 from lib.settings import RunSettings, UserError, at_least
 from sources.data import TokenData, pieces, read
-from sources.tokenizers import load_tokenizer
+from sources.tokenizers import load_tokenizer, tell_spelled
 
 LARGEST_TEXT = 2**26  # bytes of --text; a data set may have any number
 SOURCE_CHARACTERS = 2**19  # read of a source of sources.data
@@ -48,7 +51,8 @@ class TextSettings(RunSettings):
 
     text: str | None = None  # text file, source or data set, as sources.data; None: docstrings, or random
     tokenizer: str | None = None  # tokenizer of --text, as in python -m sources.data; None: the model's own
-    first_token: str | None = None  # put this token at position 1: its number, or bos
+    bos: Literal["auto", "always", "never"] = "auto"  # put BOS in front; auto: as the model was trained
+    first_token: str | None = None  # put this token at position 1: its number, or bos; turns --bos off
     input_seed: int = 0  # seed of random tokens, and of the places in a text
     num_sequences: at_least(2) = 100  # sequences (Gu et al.: 100)
 
@@ -65,8 +69,28 @@ def text_of(settings: TextSettings, spec):
     return "random tokens"
 
 
+def bos_of(settings: TextSettings, spec):
+    """The BOS that stands in front of what the model of a spec reads, or None. Random tokens have none."""
+    file = settings.tokenizer or spec.tokenizer_file
+    if file is None or settings.bos == "never" or settings.first_token is not None:
+        return None
+    tokenizer = load_tokenizer(str(file))
+    if settings.bos == "auto" and not spec.begins_with_bos(tokenizer):
+        return None
+    if tokenizer.bos is None:
+        raise UserError(f"--bos {settings.bos}: {file} has no BOS")
+    return tokenizer.bos
+
+
 def read_tokens(settings: TextSettings, spec, T):
-    """What the model of a spec reads, (n, T) int64 on the settings' device; UserError for too few."""
+    """What the model of a spec reads, (n, T) int64 on the device, with its BOS; UserError for too few.
+
+    T tokens with BOS have the text of T - 1 without.
+    """
+    bos = bos_of(settings, spec)
+    if bos is not None:
+        tokens = read_tokens(replace(settings, bos="never"), spec, T - 1)
+        return torch.cat((torch.full_like(tokens[:, :1], bos), tokens), dim=1)
     count = settings.num_sequences
     tokenizer = settings.tokenizer or spec.tokenizer_file
     text = settings.text or (tokenizer and "docstrings")
@@ -114,17 +138,20 @@ def encode(text, tokenizer):
     """The tokens of a text file, or of the beginning of a source of sources.data: (n,) int64."""
     if isfile(text):
         check_regular(Path(text), LARGEST_TEXT)
-        content = "".join(piece for piece, _ in read(Path(text)))
+        documents, most = read(Path(text)), math.inf
     else:
-        content = ""
-        for piece, begins in pieces((text,)):
-            if begins and content:
-                content += "\n\n"
-            content += piece
-            if len(content) >= SOURCE_CHARACTERS:
-                break
-        content += "\n\n"
-    (tokens,) = load_tokenizer(tokenizer).encode([content])
+        documents, most = pieces((text,)), SOURCE_CHARACTERS
+    content = ""
+    for piece, begins in documents:
+        is_full = len(content) >= most
+        if begins and content:
+            content += "\n\n"
+        if is_full:
+            break
+        content += piece
+    coder = load_tokenizer(tokenizer)
+    tell_spelled(Counter(coder.spelled.findall(content)), text)
+    (tokens,) = coder.encode([content])
     return torch.tensor(tokens, dtype=torch.int64)
 
 

@@ -11,13 +11,20 @@ from sources.inputs import check_tokenizer
 SIZES = ("num_layers", "num_heads", "d_model", "d_ff")  # of a preset, that settings may change
 
 
-def chosen(settings):
-    """What a run begins with: a newborn's ModelConfig or --init-from's Spec. UserError if it does not fit."""
+def chosen(settings, run):
+    """What a run begins with: a newborn's ModelConfig, or --init-from's Spec; None if it goes on.
+
+    UserError if it goes on unasked, or what it is to begin with does not fit.
+    """
+    if run.has_begun():
+        if not settings.resume:
+            raise UserError(f"{run.folder} holds a run: go on with --resume, or choose another --out")
+        return None
     if not settings.init_from:
         origin = config = model_config(settings)
     else:
         origin = checkpoint.parse_spec(settings.init_from)
-        config = origin.config
+        config = origin.own_config
         for name in ("attn_calibration", "explicit_sink"):
             wish, has = getattr(settings, name), getattr(config, name)
             if wish not in ("none", False, has):
@@ -47,7 +54,7 @@ def load_model(settings, run, origin, tokens):
         return model, state.step
     if settings.init_from:
         check_tokenizer(origin, tokens)
-        model = origin.load()
+        model = origin.load_own()
     else:
         config = replace(origin, vocab_size=tokens.vocab_size)
         model = newborn(config, settings.seed, settings.embedding_seed, settings.init)

@@ -1,6 +1,7 @@
 """What does a run folder hold, and how does it stay whole?"""
 
 import contextlib
+import fcntl
 import json
 import mmap
 import os
@@ -8,7 +9,6 @@ import shlex
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import filelock
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -66,20 +66,25 @@ class Run:
                 raise UserError(f"{self.folder} was begun with {was}: resume with the same")
         return replace(begun, **changes)
 
-    @contextlib.contextmanager
-    def alone(self):
-        """Hold the folder for this process group, swept of what killed ones left; UserError if it is held."""
-        lock = filelock.FileLock(self.folder / ".lock", blocking=False)
-        remedy = "stop it, or choose another --out"
-        try:
-            if is_first_process():
-                lock.acquire()
-                remove_leftovers(self.folder)
-            yield
-        except filelock.Timeout:
-            raise UserError(f"another process trains in {self.folder}: {remedy}") from None
-        finally:
-            lock.release()
+    def lock(self):
+        """Hold the folder, swept of what killed processes left, until the file that is returned is closed.
+
+        It says who holds it. UserError if another process group does.
+        """
+        path = self.folder / ".lock"
+        lock = path.open("a+")
+        if is_first_process():
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                remedy = f"stop it, or choose another --out (the lock is {path})"
+                raise UserError(f"{path.read_text()} trains in {self.folder}: {remedy}") from None
+            except OSError as error:
+                raise UserError(f"cannot lock {path}: {error}: choose an --out elsewhere") from None
+            lock.truncate(0)
+            print(f"process {os.getpid()} of {os.uname().nodename}", end="", file=lock, flush=True)
+            remove_leftovers(self.folder)
+        return lock
 
     def newest(self):
         """Model and State of the newest whole step; UserError if all are damaged."""
@@ -131,8 +136,8 @@ class Run:
     def opened_log(self):
         """The bytes of the log, which are not read before they are asked for."""
         check_regular(self.log, LARGEST_LOG)
-        with self.log.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as log:
-            yield log
+        with self.log.open("rb") as file:
+            yield mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.log.stat().st_size else b""
 
     def append(self, row) -> None:
         """Add a row to the log; UserError if it cannot be written."""
@@ -199,10 +204,11 @@ class Run:
         """The lines of the log that hold a key; of a long log as many as are drawn, evenly spread."""
         lines = []
         with self.opened_log() as log:
-            place = log.find(key)
+            place, last = log.find(key), log.rfind(key)
             while place >= 0:
                 lines.append(log[log.rfind(b"\n", 0, place) + 1 : log.find(b"\n", place)])
-                place = log.find(key, place + max(1, len(log) // DRAWN))
+                after = log.find(key, place + max(1, len(log) // DRAWN))
+                place = last if after < 0 and place < last else after
         return lines
 
 

@@ -9,6 +9,8 @@ import functools
 import io
 import json
 import random
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from os.path import isfile
@@ -21,8 +23,7 @@ from tokenizers import decoders, models, normalizers
 
 from lib.files import LARGEST_TOKENIZER, read_bytes, read_json
 from lib.settings import UserError
-from sources import gguf_tokenizers
-from sources.formats import as_user_error, is_gguf, open_gguf
+from sources.formats import as_user_error, is_gguf
 from sources.gguf import smollm2
 
 PROBE = " Tell  two\n\tkinds (12 + 3) apart: é ﬁ 日本 👩.\r\n\n"  # other kinds of tokenizers cut it otherwise
@@ -43,6 +44,14 @@ class Tokenizer:
     content: bytes  # of the file
     piece: Callable | None = None  # token number -> what it says, where decoding one alone loses its blank
     for_transformers: Callable = lambda: None  # -> content of a tokenizer.json; None if it has none
+    adds_bos: bool = False  # does it put BOS in front of a text, by its own rule?
+    special: tuple[str, ...] = ()  # what its special tokens are called
+
+    @functools.cached_property
+    def spelled(self):
+        """A pattern of what a text spells that is a special token to others, as END, or to this tokenizer."""
+        names = sorted({ENDS[0], *self.special}, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)))
 
     def text(self, token):
         """What a token says; "" for one that the tokenizer has not."""
@@ -83,16 +92,24 @@ def load_tokenizer(name, texts=()):
         return tiktoken_tokenizer(name)
     if name.startswith("bpe:"):
         return sentencepiece_tokenizer(name, train_bpe(name, texts))
-    path = smollm2() if name == "smollm2" else Path(name)
+    path = converted_tokenizer(name) or Path(name)
     if not isfile(path):
-        expected = "bpe:N, a .model, tokenizer.json or .gguf file, smollm2, tiktoken:gpt2 or bytes"
-        raise UserError(f"no tokenizer '{name}': expected {expected}")
-    if is_gguf(path):
-        return gguf_tokenizer(path)
+        expected = "bpe:N, a .model or tokenizer.json, one in a .gguf, smollm2, tiktoken:gpt2 or bytes"
+        raise UserError(f"no tokenizer '{name}' that is known here: expected {expected}")
     content = read_bytes(path, LARGEST_TOKENIZER)
     if path.suffix == ".json":
         return json_tokenizer(path, content, *special_tokens_beside(path))
-    return sentencepiece_tokenizer(name, content)
+    return sentencepiece_tokenizer(name, content, config_beside(Path(name)).get("add_bos_token", True))
+
+
+def converted_tokenizer(name):
+    """The tokenizer.json that a .gguf file, or smollm2, was converted to; None for another name."""
+    path = smollm2() if name == "smollm2" else Path(name)
+    if not is_gguf(path):
+        return None
+    from sources import strangers  # not before it is needed: transformers takes seconds
+
+    return strangers.converted(path) / "tokenizer.json"
 
 
 def bytes_tokenizer():
@@ -116,10 +133,12 @@ def tiktoken_tokenizer(name):
         raise UserError(f"no {name} here: {hint}, or use bpe:N ({error!r})") from None
     encode = coder.encode_ordinary_batch
     eot = coder.eot_token
-    return Tokenizer(coder.n_vocab, eot, eot, encode, coder.decode, "tokenizer.txt", name.encode())
+    special = tuple(coder.special_tokens_set)
+    encoded = name.encode()
+    return Tokenizer(coder.n_vocab, eot, eot, encode, coder.decode, "tokenizer.txt", encoded, special=special)
 
 
-def json_tokenizer(path, content, bos=None, eos=None):
+def json_tokenizer(path, content, bos=None, eos=None, adds_bos=None):
     """The tokenizer of a tokenizer.json's bytes; `bos` and `eos` are text, or None: as it says itself."""
     with as_user_error(path):
         coder = tokenizers.Tokenizer.from_buffer(content)
@@ -129,7 +148,9 @@ def json_tokenizer(path, content, bos=None, eos=None):
         encoding = coder.encode("a")
         vocab_size = 1 + max(coder.get_vocab().values())
         special = {token.content for token in coder.get_added_tokens_decoder().values() if token.special}
-    if bos is None and encoding.special_tokens_mask[:1] == [1]:
+    begins = encoding.special_tokens_mask[:1] == [1]
+    adds_bos = begins if adds_bos is None else adds_bos
+    if bos is None and begins:
         bos = encoding.tokens[0]
     if eos is None:
         eos = next((token for token in ENDS if token in special), None)
@@ -141,29 +162,25 @@ def json_tokenizer(path, content, bos=None, eos=None):
     bos, eos = (None if token is None else coder.token_to_id(token) for token in (bos, eos))
     bos = eos if bos is None else bos
     decode = functools.partial(coder.decode, skip_special_tokens=False)
-    return Tokenizer(vocab_size, bos, eos, encode, decode, "tokenizer.json", content, None, lambda: content)
+    kept = ("tokenizer.json", content, None, lambda: content, adds_bos, tuple(special))
+    return Tokenizer(vocab_size, bos, eos, encode, decode, *kept)
+
+
+def config_beside(path):
+    """What tokenizer_config.json beside a tokenizer's file says."""
+    config = path.with_name("tokenizer_config.json")
+    return read_json(config) if config.exists() else {}
 
 
 def special_tokens_beside(path):
-    """BOS and EOS, as text, by tokenizer_config.json beside a tokenizer.json; None if it does not say."""
-    config = path.with_name("tokenizer_config.json")
-    values = read_json(config) if config.exists() else {}
+    """BOS and EOS, as text, and whether BOS is added, by tokenizer_config.json; None if it does not say."""
+    values = config_beside(path)
     tokens = [values.get("bos_token"), values.get("eos_token")]
-    return [token["content"] if isinstance(token, dict) else token for token in tokens]
+    tokens = [token["content"] if isinstance(token, dict) else token for token in tokens]
+    return *tokens, values.get("add_bos_token")
 
 
-def gguf_tokenizer(path):
-    """The tokenizer of a .gguf file; UserError for a kind that is not known here."""
-    values = open_gguf(path).values
-    if not gguf_tokenizers.is_known(values):
-        raise UserError(f"{path}: its kind of tokenizer is not known here; give another by --tokenizer")
-    with as_user_error(path):
-        if values["tokenizer.ggml.model"] == "llama":
-            return sentencepiece_tokenizer(path, gguf_tokenizers.sentencepiece_model(values))
-        return json_tokenizer(path, *gguf_tokenizers.byte_level_tokenizer(values))
-
-
-def sentencepiece_tokenizer(name, model):
+def sentencepiece_tokenizer(name, model, adds_bos=False):
     """The tokenizer of a SentencePiece file's bytes."""
     with as_user_error(name):
         coder = sentencepiece.SentencePieceProcessor(model_proto=model)
@@ -178,6 +195,8 @@ def sentencepiece_tokenizer(name, model):
         content=model,
         piece=coder.id_to_piece,
         for_transformers=functools.cache(lambda: tokenizer_json(coder)),
+        adds_bos=adds_bos,
+        special=tuple(coder.id_to_piece(i) for i in range(coder.vocab_size()) if coder.is_control(i)),
     )
 
 
@@ -203,16 +222,32 @@ def tokenizer_json(coder):
     return fast.to_str().encode() if is_same else None
 
 
-def train_bpe(name, texts, sample=400_000):
-    """The SentencePiece file of `bpe:N`, N tokens, trained on a random `sample` of the lines of `texts`."""
+def tell_spelled(counts, place) -> None:
+    """Say which special tokens a text spells, by how often it does: they are text here."""
+    if counts:
+        told = ", ".join(f"{name} {count:,} times" for name, count in counts.most_common(9))
+        print(f"{place} spells special tokens, which are text here: {told}", file=sys.stderr)
+
+
+def train_bpe(name, texts, sample=400_000, largest=2**28):
+    """The SentencePiece file of `bpe:N`, trained on a random `sample` of the lines of `texts`.
+
+    Of long lines the sample has fewer: `largest` characters in all.
+    """
     generator = random.Random(0)  # the sample is always the same one; SentencePiece's own is not
     lines = []
     all_lines = (line for text in texts for line in text.splitlines() if line.strip())
+    size = 0  # of all in the sample, in characters
     for i, line in enumerate(all_lines):
         if i < sample:
             lines.append(line)
+            size += len(line)
         elif (place := generator.randrange(i + 1)) < sample:
+            size += len(line) - len(lines[place])
             lines[place] = line
+        while size > largest and len(lines) > 1:  # a smaller sample is as random
+            size -= len(lines.pop(generator.randrange(len(lines))))
+            sample = len(lines)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from lib import runtime, settings
-from model import GPT2, Llama3Scaling, ModelConfig, Transformer
+from model import ModelConfig, Transformer
 
 ROOT = Path(__file__).parent.parent
 LINES = Path(argparse.__file__).read_text("utf-8").splitlines(keepends=True)
@@ -26,11 +26,8 @@ KINDS = {
     "llama": ModelConfig(**SMALL),
     "llama_gqa": ModelConfig(**SMALL, num_kv_heads=2),
     "llama_mqa_tied": ModelConfig(**SMALL, num_kv_heads=1, tie_embeddings=True),
-    "llama3": ModelConfig(**SMALL, rope_theta=5e4, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 64)),
     "qwen2": ModelConfig(**SMALL, num_kv_heads=2, qkv_bias=True, norm_epsilon=1e-6),
-    "qwen3": ModelConfig(**SMALL, num_kv_heads=2, head_dim=20, qk_norm=True),
     "gpt2": ModelConfig(**SMALL, norm="layernorm", mlp="gelu", tie_embeddings=True),
-    "gpt2_itself": ModelConfig(**SMALL, **{**GPT2, "mlp": "gelu_new"}, positions="learned", biases=True),
 }
 
 DRAWN = set()  # names of figures

@@ -25,7 +25,6 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that was forked cannot use a GPU that its parent has seen
 
 import torch
 from kill_training import SMALL, processes
@@ -206,6 +205,7 @@ def fault_of(place: Path, words, template=None, what="", damage=None, is_mistake
 
 def main() -> None:
     """Run the cases, and print those that went wrong; exit status 1 if any did."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what was forked cannot use a GPU that its parent has seen
     stride = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     runtime.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes a second
     cases = [*FOLDERS, *[(line,) for line in LINES.strip().splitlines()]][::stride]

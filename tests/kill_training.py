@@ -26,12 +26,10 @@ from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-os.environ["CUDA_VISIBLE_DEVICES"] = ""  # a process that was forked cannot use a GPU that its parent has seen
 
 import torch
 import torch._dynamo  # which an optimizer imports: once here, not in every process
 
-import sinks
 import train
 from lib import runtime
 from sources import checkpoint, data
@@ -59,7 +57,7 @@ SMALL = {  # seven steps of a small model, with a checkpoint that is removed aga
 STAGES = [  # a run is told to stop when it calls this function for the second time
     (train, "learning_rate"),
     (train, "evaluate"),
-    (sinks, "sink_statistics"),
+    (train, "sink_statistics"),
     (train, "generate"),
     (Run, "save"),
 ]
@@ -144,7 +142,7 @@ def contents(run: Path) -> dict[str, str | bytes]:
         if path.name == "metrics.jsonl":
             rows = [json.loads(line) for line in path.read_text().splitlines()]
             found[name] = json.dumps([{k: v for k, v in row.items() if k not in PASSING} for row in rows])
-        elif path.is_file():
+        elif path.is_file() and path.name != ".lock":  # which names a process
             found[name] = path.read_bytes().replace(str(run).encode(), b"RUN")
             found[name] = found[name].replace(b'"resume": true', b'"resume": false')
     return found
@@ -194,6 +192,7 @@ def stop_at_stages(folder: Path, tokens: Path, world_size: int, is_compiled: boo
 
 def main() -> None:
     """Kill and stop runs of one process and of two; exit status 1 if any comes out different."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what was forked cannot use a GPU that its parent has seen
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         tokens = prepare(folder)

@@ -21,8 +21,8 @@ def explicit(model, tokens: torch.Tensor, on_heads=None) -> torch.Tensor:
     T = tokens.shape[1]
     matrices = []
 
-    def watch(layer, heads, q, k, v):
-        key = attention.sink_key(model, layer)
+    def watch(layer, heads, q, k, v, alpha):
+        key = model.blocks[layer - 1].self_attn.sink_key
         if key is not None:
             k = torch.cat((key.view(1, k.shape[1], 1, -1).expand(len(k), -1, -1, -1), k), dim=2)
         future = torch.ones(T, k.shape[2], dtype=torch.bool).triu(1 + k.shape[2] - T)
@@ -30,7 +30,7 @@ def explicit(model, tokens: torch.Tensor, on_heads=None) -> torch.Tensor:
         scores = q.double() @ k.transpose(2, 3) / math.sqrt(q.shape[3])
         matrices.append(scores.masked_fill(future, -math.inf).softmax(-1))
         if on_heads is not None:
-            return on_heads(layer, heads, q, k, v)
+            return on_heads(layer, heads, q, k, v, alpha)
 
     with torch.inference_mode():
         model.hidden(tokens, on_heads=watch)
@@ -66,7 +66,7 @@ def test_attention_of_every_kind_by_matrices(name, T):
     chain = attention.Chain(model, 2)
     with torch.inference_mode():
         model.hidden(tokens, on_heads=chain.on_heads, on_state=chain.on_state)
-    alpha_of_all = chain.links()["alpha"][:, [k - 1 for k in positions]]  # (L, K)
+    alpha_of_all = chain.stack("alpha")[:, [k - 1 for k in positions]]  # (L, K)
     torch.testing.assert_close(alpha_of_all.double(), expected.mean((0, 2)), atol=1e-6, rtol=0)
 
 

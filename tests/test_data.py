@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -16,8 +17,9 @@ import pytest
 import torch
 from conftest import ROOT, TEXTS, assert_refused, run_here
 
+import train
 from lib.settings import UserError
-from sources import data
+from sources import data, inputs, tokenizers
 
 
 def write_lines(path, texts):
@@ -299,3 +301,58 @@ def test_command_line_and_killed_preparation(corpus, tmp_path):
     result = run_here("sources.data", *words)
     assert result.returncode == 0, result.stderr
     assert_refused(run_here("sources.data", *words), "exists", "--out")
+    assert not list(tmp_path.glob(".set.*.tmp"))  # what was killed left it
+
+
+def test_a_source_that_changed(tmp_path, monkeypatch, capsys):
+    """A new run refuses other text, with the two ways out; the same text at another time is the same."""
+    monkeypatch.chdir(tmp_path)
+    Path("books").mkdir()
+    for name in "ab":
+        Path(f"books/{name}.txt").write_text(f"text {name}\n" * 500)
+    settings = train.Settings(source=("books",), tokenizer="bytes", sequence_length=8)
+    tokens = data.open_data(settings, begins=True)
+    fingerprint = tokens.meta.fingerprint
+    os.utime("books/a.txt", (1, 1))
+    assert data.open_data(settings, begins=True).meta.fingerprint == fingerprint
+    assert f"{tokens.folder}: " in capsys.readouterr().out
+    whole = Path("books/a.txt").read_text()
+    for text in (whole + "more", whole.upper(), None):
+        Path("books/a.txt").unlink()
+        if text:
+            Path("books/a.txt").write_text(text)
+        with pytest.raises(UserError, match=f"made of other text.*remove it.*--data {tokens.folder}"):
+            data.open_data(settings, begins=True)
+    data.open_data(settings)  # a run that goes on knows its data by their fingerprint
+    data.open_data(replace(settings, data=str(tokens.folder)), begins=True)
+    shutil.rmtree("books")
+    data.open_data(settings, begins=True)
+    assert "its source is no longer here" in capsys.readouterr().out
+
+
+def test_one_text_is_read_in_one_way(tmp_path, capsys):
+    """A .jsonl's documents are joined alike by name, by glob and in a folder; special tokens are told."""
+    write_lines(tmp_path / "a.jsonl", ["one", "two <|endoftext|>", "three"])
+    tokens = [inputs.encode(str(tmp_path / name), "bytes").tolist() for name in ("a.jsonl", "*.jsonl", "")]
+    assert tokens[0] == tokens[1] == tokens[2] == list(b"one\n\ntwo <|endoftext|>\n\nthree")
+    assert capsys.readouterr().err.count("<|endoftext|> 1 times") == 3
+    prepare(tmp_path / "a.jsonl", tmp_path / "set", held_out=0.5)
+    assert "<|endoftext|> 1 times" in capsys.readouterr().err
+
+
+def test_special_tokens_of_any_kind_are_told(tmp_path, capsys):
+    file = write_lines(tmp_path / "a.jsonl", [f"{text} </s> and <s>" for text in TEXTS])
+    prepare(file, tmp_path / "set", tokenizer="bpe:500")
+    assert "</s> 400 times, <s> 400 times" in capsys.readouterr().err
+
+
+def test_a_tokenizers_text_is_bounded(monkeypatch):
+    """By characters: of long lines there are fewer, drawn evenly."""
+    lines = [f"{i:03}" + "x" * 997 for i in range(1000)]
+    taken = []
+    monkeypatch.setattr(
+        "sentencepiece.SentencePieceTrainer.train",
+        lambda **options: taken.extend(options["sentence_iterator"]),
+    )
+    tokenizers.train_bpe("bpe:300", ["\n".join(lines)], largest=50_000)
+    assert len(taken) == 50 and abs(np.mean([int(line[:3]) for line in taken]) - 500) < 4 * 290 / 50**0.5

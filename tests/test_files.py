@@ -46,9 +46,10 @@ def test_a_failure_leaves_the_old_file(error, told, tmp_path):
 
 def test_a_failure_leaves_the_old_folder(tmp_path):
     path = tmp_path / "run"
-    left = tmp_path / f".run.{os.getpid()}.tmp"  # by a killed process: in containers numbers come again
-    left.mkdir()
-    (left / "torn").touch()
+    for process in (os.getpid(), 2**22 + 1):  # killed: in containers numbers come again; none has this one
+        left = tmp_path / f".run.{os.uname().nodename}.{process}.tmp"
+        left.mkdir()
+        (left / "torn").touch()
     for name in ("old", "whole"):
         with files.atomic_folder(path) as new:
             (new / name).touch()
@@ -56,6 +57,11 @@ def test_a_failure_leaves_the_old_folder(tmp_path):
             (new / "torn").touch()
             raise RuntimeError
         assert sorted(tmp_path.rglob("*")) == [path, path / name]
+    live = tmp_path / f".run.{os.uname().nodename}.{os.getppid()}.tmp"
+    live.mkdir()
+    with files.atomic_folder(path):
+        pass
+    assert live.exists()
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path):

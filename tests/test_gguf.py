@@ -11,15 +11,25 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from conftest import KINDS, ROOT, random_model, run_here
+from conftest import KINDS, ROOT, assert_refused, random_model, run_here
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from lib.settings import UserError
 from model import ModelConfig
-from sources import checkpoint, data, formats
-from sources.formats import GGUF_KEYS
+from sources import checkpoint, data, formats, strangers
 
 gguf = pytest.importorskip("gguf")
+KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "max_position_embeddings": "context_length",
+    "rope_theta": "rope.freq_base",
+}
 TEXT = (ROOT / "README.md").read_text() + " 1234 and 5 < 67\n\ta  b\r\n"
 
 
@@ -56,7 +66,7 @@ def write(path, architecture, model, coder=None, pre="smollm", more=(), said=Non
     config = model.config
     raw = checkpoint.config_json(config)
     raw |= {"rope_theta": config.rope_theta, "head_dim": config.head_size}
-    for theirs, key in GGUF_KEYS.items():
+    for theirs, key in KEYS.items():
         add = writer.add_float32 if isinstance(raw[theirs], float) else writer.add_uint32
         add(f"{architecture}.{key}", raw[theirs])
     for key, value in (said or {}).items():
@@ -95,10 +105,20 @@ def tiny(tmp_path_factory, coder):
     return model, write(tmp_path_factory.mktemp("tiny") / "tiny.gguf", "llama", model, coder)
 
 
+@pytest.fixture(autouse=True)
+def converted(tmp_path, monkeypatch):
+    """Files are converted anew for each test."""
+    monkeypatch.setattr(strangers, "CONVERTED", tmp_path / "converted")
+
+
+def logits_of(lens, tokens):
+    return lens.unembed(lens.hidden(tokens))
+
+
 # ---- weights -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture, kind", [("llama", "llama_gqa"), ("qwen2",) * 2, ("qwen3",) * 2])
+@pytest.mark.parametrize("architecture, kind", [("llama", "llama_gqa"), ("qwen2",) * 2])
 def test_a_file_holds_the_model(architecture, kind, tmp_path):
     """Every tensor to the bit, and the logits of the model it was made of; so does its folder."""
     model = random_model(KINDS[kind])
@@ -109,7 +129,9 @@ def test_a_file_holds_the_model(architecture, kind, tmp_path):
     for name, weight in weights.items():
         assert torch.equal(source.read(name), weight), name
     tokens = torch.randint(97, (2, 30))
-    torch.testing.assert_close(checkpoint.load(tmp_path)(tokens), model(tokens))
+    pytest.importorskip("accelerate")
+    # float32 rounding through three blocks; the logits are of order 1 to 10
+    torch.testing.assert_close(logits_of(checkpoint.load(path), tokens), model(tokens), rtol=1e-4, atol=5e-5)
 
 
 def test_a_part_is_that_of_the_whole_and_no_more_is_read(tiny, monkeypatch):
@@ -133,7 +155,7 @@ def test_transformers_reads_the_same(tiny):
     reference = transformers.LlamaForCausalLM(config)
     loader = transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint
     theirs = loader(str(path), return_tensors=True, model_to_load=reference)["tensors"]
-    source = checkpoint.parse_spec(str(path)).open()
+    source = checkpoint.parse_spec(str(path)).open(any_architecture=True)
     assert theirs.keys() == source.shapes.keys()
     for name, weight in theirs.items():
         assert torch.equal(source.read(name), torch.as_tensor(weight)), name
@@ -156,14 +178,15 @@ def test_other_architectures_are_compared_only(tmp_path):
 @pytest.mark.parametrize(
     "said, word",
     [
-        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "llama.rope.scaling.type yarn"),
-        ({"rope.dimension_count": 4}, "llama.rope.dimension_count"),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "llama.rope.scaling.type = yarn"),
+        ({"rope.dimension_count": 4}, "a.gguf"),
         ({"rope.dimension_count": 8, "rope.scaling.factor": 1.0, "rope.scaling.type": "none"}, None),
     ],
 )
 def test_what_a_header_says_of_rope_is_followed_or_refused(said, word, tmp_path):
     model = random_model(KINDS["llama"])
     path = write(tmp_path / "a.gguf", "llama", model, said=said)
+    pytest.importorskip("accelerate")
     if word is None:
         assert checkpoint.parse_spec(str(path)).config.context_length == 700
         return
@@ -173,6 +196,7 @@ def test_what_a_header_says_of_rope_is_followed_or_refused(said, word, tmp_path)
 
 def test_a_file_of_any_name(tiny, tmp_path):
     """As Ollama keeps them: its configuration, tokenizer, tokens and weights come of one header."""
+    pytest.importorskip("accelerate")
     model, path = tiny
     blob = tmp_path / "sha256-4d7a"
     blob.write_bytes(path.read_bytes())
@@ -181,8 +205,11 @@ def test_a_file_of_any_name(tiny, tmp_path):
     for name in (blob, tmp_path / "M"):
         spec = checkpoint.parse_spec(str(name))
         assert spec.config.d_model == 32
-        assert spec.tokenizer_file == spec.folder and len(formats.token_ids(spec.folder)) == 400
-        assert torch.equal(spec.load().model.embed_tokens.weight, model.model.embed_tokens.weight)
+        assert spec.tokenizer_file.parent == spec.place and len(formats.token_ids(spec.folder)) == 400
+        assert torch.equal(spec.load_own().model.embed_tokens.weight, model.model.embed_tokens.weight)
+    again = tmp_path / "copy"
+    again.write_bytes(path.read_bytes())
+    assert strangers.converted(again) == spec.place  # by its content
 
 
 def test_every_kind_of_numbers_is_unpacked_or_refused(tmp_path):
@@ -215,9 +242,14 @@ def test_a_tokenizer_json(coder, tmp_path):
 
 def test_a_child_keeps_the_tokenizer(tiny, coder, tmp_path, monkeypatch):
     """Trained on from a .gguf file by its own tokenizer: `transformers` opens the folder, and we do."""
+    pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)  # where the data set goes
     (tmp_path / "text.txt").write_text(TEXT)
-    words = ["--init-from", tiny[1], "--tokenizer", tiny[1], "--source", "text.txt", "--out", "run"]
+    own = checkpoint.parse_spec(str(tiny[1])).tokenizer_file
+    for refused in (tiny[1], "smollm2"):
+        done = run_here("sources.data", "text.txt", "--tokenizer", refused, "--out", "data")
+        assert_refused(done, "tokenizer.json")
+    words = ["--init-from", tiny[1], "--tokenizer", own, "--source", "text.txt", "--out", "run"]
     words += ["--sequence-length", 16, "--global-batch-size", 2, "--micro-batch-size", 2]
     done = run_here("train", *words, "--max-iters", 1, "--warmup-iters", 0, "--dtype", "float32")
     assert done.returncode == 0, done.stderr
@@ -291,7 +323,7 @@ def test_smollm2_speaks_english():
     assert tokenizer.decode(tokenizer.encode([TEXT])[0]) == TEXT
     sentence = "The sun rises in the east and sets in the west. Water boils at a hundred degrees, and"
     tokens = torch.tensor(tokenizer.encode([sentence]))
-    with torch.inference_mode():
-        logits = checkpoint.load("smollm2")(tokens)
+    pytest.importorskip("accelerate")
+    logits = logits_of(checkpoint.load("smollm2"), tokens)
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
     assert 1 < loss < 3 and tokenizer.text(tokenizer.bos) == "<|im_start|>"

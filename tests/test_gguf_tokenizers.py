@@ -1,4 +1,4 @@
-"""sources/gguf_tokenizers.py beside `transformers` and `sentencepiece`, on small files made here."""
+"""Tokenizers of converted .gguf files beside `transformers` and `sentencepiece`, on small files made here."""
 
 import io
 import json
@@ -12,8 +12,8 @@ import transformers
 from conftest import ROOT
 from tokenizers import models, pre_tokenizers, trainers
 
-from lib.settings import UserError
-from sources import checkpoint, data, gguf_tokenizers
+from sources import data, strangers
+from sources.formats import open_gguf
 
 TEXT = (ROOT / "README.md").read_text()
 PROSE = (
@@ -41,7 +41,13 @@ def write(path, architecture="llama", **fields):
     return path
 
 
-@pytest.mark.parametrize("pre", gguf_tokenizers.RULES)
+def load_converted(path):
+    """The tokenizer that is written of a file."""
+    strangers.write_tokenizer(path, open_gguf(path).values, path.parent)
+    return data.load_tokenizer(str(path.with_name("tokenizer.json")))
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "default", "smollm", "qwen2", "llama-bpe"])
 def test_byte_level(pre, tmp_path):
     """GPT-2's and Qwen2's are classes of `transformers`, Llama 3's it reads from the file.
 
@@ -69,7 +75,7 @@ def test_byte_level(pre, tmp_path):
         write(path, model="gpt2", pre=pre, tokens=tokens, token_type=types, merges=merges)
         reference = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
     write(path, model="gpt2", pre=pre, tokens=tokens, token_type=types, merges=merges)
-    tokenizer = data.load_tokenizer(str(path))
+    tokenizer = load_converted(path)
     assert tokenizer.encode([PROSE]) == [reference(PROSE, add_special_tokens=False)["input_ids"]]
     spelt = tokenizer.encode(["a<|begin|>"])[0]  # a control token in a text is text
     assert 1 not in spelt and tokenizer.decode(spelt) == "a<|begin|>" and tokenizer.bos == 1
@@ -107,7 +113,7 @@ def test_sentencepiece(tmp_path):
     scores = [theirs.get_score(number) for number in numbers]
     path = tmp_path / "a.gguf"
     write(path, "gemma3", model="llama", tokens=tokens, scores=scores, token_type=types)
-    tokenizer = data.load_tokenizer(str(path))
+    tokenizer = load_converted(path)
     reference = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
     text = unicodedata.normalize("NFD", PROSE) + PROSE
     assert tokenizer.encode([text]) == [theirs.encode(text)]
@@ -115,9 +121,7 @@ def test_sentencepiece(tmp_path):
     assert tokenizer.decode(tokenizer.encode([text])[0]) == text and tokenizer.bos == 1
 
 
-def test_unknown_and_damaged(tmp_path):
+def test_an_unknown_rule_gives_no_tokenizer(tmp_path):
     path = write(tmp_path / "a.gguf", model="gpt2", pre="new", tokens=["a"], token_type=[1], merges=[])
-    assert checkpoint.parse_spec(str(path)).tokenizer_file is None
-    path = write(tmp_path / "b.gguf", model="llama", tokens=["a", "b"], scores=[0.0], token_type=[1, 1])
-    with pytest.raises(UserError, match="b.gguf"):
-        data.load_tokenizer(str(path))
+    strangers.write_tokenizer(path, open_gguf(path).values, tmp_path)
+    assert not (tmp_path / "tokenizer.json").exists()

@@ -80,8 +80,9 @@ def fetched(server) -> list[str]:
 
 
 NAMES = "Qwen/Qwen2.5-0.5B HuggingFaceTB/SmolLM2-135M a/b.c-d_e a/b@abc1234 a/b@main a/B-GGUF/b-q4_k_m.gguf"
-PATHS = "runs/laptop data/x models/x results/x models/a/b.gguf /a/b ./a/b ../a/b ~/a/b a/b/c a//b a b /a a/"
-PATHS += " a/b/c/d.gguf gpt2 C:\\a\\b a/b@ a/b@c/d here/a"
+NAMES += " here/a gpt2 distilgpt2@main"  # a folder `here` is there; a bare word is like none of ours
+PATHS = "runs/laptop data/x models/x results/x models/a/b.gguf /a/b ./a/b ../a/b ~/a/b a/b/c a//b /a a/"
+PATHS += " a/b/c/d.gguf C:\\a\\b a/b@ a/b@c/d smollm tiny_llama"
 
 
 def test_which_names_may_be_the_hubs(tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
     assert (builder["layer"], builder["unit"]) == (1, 7)
     tokens = random_tokens(0, range(7), 12, 97)
 
-    def replaced(layer, heads, q, k, v):
+    def replaced(layer, heads, q, k, v, alpha):
         if kind == "none" or (place == 1 and layer > 1):
             return None
         values = heads[:, :, 2]

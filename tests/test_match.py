@@ -182,9 +182,8 @@ def test_nan_in_a_token_table_is_told():
     assert "not finite" in match.likeliest_way(*both, ({}, {}), 1024)[1]
 
 
-KINDS = {"gated": GATED, "plain": PLAIN, "qwen3": replace(GATED, qk_norm=True, head_dim=20)}
+KINDS = {"gated": GATED, "plain": PLAIN}
 KINDS["tied_qwen2"] = replace(GATED, tie_embeddings=True, qkv_bias=True)
-KINDS["gpt2"] = replace(KINDS["plain"], mlp="gelu_new", positions="learned", biases=True)
 
 
 @pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)

@@ -170,7 +170,7 @@ def test_variance(results):
     mask = torch.ones(LENGTH, LENGTH).tril().log()  # 0, and -inf for the future
     values = []
 
-    def on_heads(layer, heads, q, k, v):
+    def on_heads(layer, heads, q, k, v, alpha):
         weights = (mask + q.double() @ k.double().mT / q.shape[3] ** 0.5).softmax(3)
         values.append((weights @ v.double()).std(dim=(0, 1, 3), correction=0))  # (T,)
 

@@ -51,7 +51,6 @@ CHANGES = [{"sublayers": kind} for kind in ("attention", "mlp")]
 CHANGES += [{"attn_calibration": kind} for kind in ("amplify", "attenuate", "headnorm")]
 CHANGES += [{"explicit_sink": True}]
 SHORTCUTS = [(name, T, {}) for name in KINDS for T in (60, 600)]
-SHORTCUTS += [("qwen3", 60, change) for change in CHANGES]
 
 
 @pytest.mark.parametrize("name, T, change", SHORTCUTS)
@@ -99,7 +98,7 @@ def test_calibration_by_its_formula(calibration):
     with torch.no_grad():
         model.hidden(TOKENS, on_heads=lambda layer, *tensors: seen.append(tensors))
     position = torch.arange(1, 61)[:, None]
-    for block, (heads, q, k, v) in zip(model.model.layers, seen, strict=True):
+    for block, (heads, q, k, v, _) in zip(model.model.layers, seen, strict=True):
         expected = softmax_attention(q, k, v)  # (2, H, 60, Dh)
         if calibration == "amplify":
             expected = expected * position.sqrt()
@@ -223,7 +222,7 @@ def test_attention_is_the_textbooks(T, groups, dtype, is_last):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_rotation_is_the_textbooks(dtype):
     """Each pair (i, i + Dh/2) as a complex number, turned by multiplying with exp(i angle); and gradients."""
-    config = KINDS["llama3"]
+    config = KINDS["llama"]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 600, 3, config.head_size, generator=generator).to(dtype)
     cos, sin = init.newborn(config, 0).rope(x[:, :, 0])
@@ -276,11 +275,9 @@ def test_impossible_configurations():
     for wrong in ({"mlp": "gelo"}, {"num_kv_heads": 3}, {"head_dim": 7}, {"num_heads": 0}):
         with pytest.raises(ValueError):
             ModelConfig(**SMALL | wrong)
-    with pytest.raises(ValueError, match="must be below"):
-        textbook.Llama3Scaling(8.0, 4.0, 4.0, 64)
 
 
-@pytest.mark.parametrize("name", ["llama_gqa", "gpt2", "qwen3", "gpt2_itself"])
+@pytest.mark.parametrize("name", ["llama_gqa", "gpt2", "qwen2"])
 def test_training_flops_against_torchs_counter(name):
     """torch counts what it runs: here attention as a full square, of which we count the causal part."""
     config = KINDS[name]
@@ -316,6 +313,7 @@ def test_loss_in_chunks_is_the_plain_one(monkeypatch, is_fused, V, size, is_tied
     monkeypatch.setattr(kernels, "compiled", lambda function: function)
     model = random_model(replace(KINDS["gpt2"], vocab_size=V, tie_embeddings=is_tied)).double()
     targets = TOKENS.flip(1)
+    targets[:, 3:6] = -100  # which torch does not count
 
     def gradients(loss):
         model.zero_grad()

@@ -2,10 +2,13 @@
 
 import itertools
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from conftest import ROOT
 
 from lib import runtime
 from lib.settings import RunSettings, UserError
@@ -55,3 +58,35 @@ def test_shards_partition_the_range(monkeypatch, count, world):
         shards.append(runtime.shard(count))
     assert list(itertools.chain(*shards)) == list(range(count))
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
+
+
+def test_a_mistake_of_any_rank_is_every_ranks(monkeypatch):
+    """Here is rank 0 of two, which has made none."""
+    monkeypatch.setattr(runtime, "gathered", lambda mine: [mine, "no data set"])
+    with pytest.raises(UserError, match="rank 1: no data set"):
+        runtime.together(str, 3)
+    monkeypatch.setattr(runtime, "gathered", lambda mine: [mine, ""])
+    assert runtime.together(str, 3) == "3"
+    with pytest.raises(UserError, match="out of memory"):
+        runtime.together(bytearray, 2**60)
+    with pytest.raises(ValueError):
+        runtime.together(int, "x")
+    monkeypatch.setattr(runtime, "gathered", lambda facts: [facts, facts, facts | {"torch": "2.0"}])
+    with pytest.raises(UserError, match="rank 0 has torch 2.11, rank 2 2.0"):
+        runtime.check_agreement({"step": 3, "torch": "2.11"})
+
+
+COUNTED = """
+import os, sys
+import torch
+os.environ["CUDA_VISIBLE_DEVICES"] = "0,1"
+torch.cuda.device_count = lambda: len(os.environ["CUDA_VISIBLE_DEVICES"].split(",")[0])
+sys.path.insert(0, "tests")
+import hostile, kill_training
+sys.exit(torch.cuda.device_count())
+"""
+
+
+def test_tools_that_are_imported_hide_no_gpu():
+    """By a counterfeit count of devices, which follows the environment as torch's does."""
+    assert subprocess.run([sys.executable, "-c", COUNTED], cwd=ROOT).returncode == 1

@@ -2,13 +2,16 @@
 
 import importlib
 import inspect
+import os
 import re
+import shlex
 import subprocess
 import sys
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
+import torch
 from conftest import ROOT, module_name, plain, python_files, run_here
 
 from lib.settings import Command, RunSettings, UserError, at_least, read_command, run_script
@@ -94,9 +97,10 @@ def test_config_file_then_flags(tmp_path):
 def test_subcommands():
     assert command("--steps", 3) == command("rate", "--steps", 3) == (rate, Settings(steps=3))
     assert command("compare", "--out", "x") == (compare, RunSettings(out="x"))
-    for words in ([], ["compar"]):
-        with pytest.raises(UserError, match="name a subcommand: compare"):
-            read_command({"compare": COMMANDS["compare"]}, words, "One?")
+    with pytest.raises(UserError, match="name a subcommand: compare"):
+        read_command({"compare": COMMANDS["compare"]}, [], "One?")
+    with pytest.raises(UserError, match="unknown subcommand 'rates': did you mean rate"):
+        command("rates")
 
 
 def refusal(monkeypatch, capsys, *words, commands=COMMANDS) -> str:
@@ -114,7 +118,8 @@ def refusal(monkeypatch, capsys, *words, commands=COMMANDS) -> str:
         (["--step", 3], ["--step", "Perhaps you meant", "--steps INT"]),
         (["--steps", 3, "late.py"], ["late.py"]),  # a config file comes before the flags
         (["--steps", 0], ["Expected `int` >= 1 - at `$.steps`"]),
-        (["missing.py"], ["cannot run config file 'missing.py': FileNotFoundError"]),
+        (["missing.py"], ["unknown config file 'missing.py'"]),
+        ([ROOT / "configs" / "labtop.py"], ["did you mean", "configs/laptop.py"]),
         ("stepz = 3", ["stepz", "did you mean steps"]),
         ("steps = '3'", ["steps", "int", "str"]),
         ("steps = 1 / 0", ["ZeroDivisionError: division by zero"]),
@@ -157,8 +162,39 @@ probe.run_script(probe.COMMANDS, probe.__doc__)
 """
 
 
-def test_a_closed_stdout_is_no_mistake_and_optional_packages_are_not_imported():
-    words = [sys.executable, "-c", HELP]
-    script = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    script.stdout.close()
-    assert (script.stderr.read(), script.wait()) == (b"", 0)
+@pytest.mark.parametrize(
+    "stdout, word",
+    [("> /dev/full", b"full"), (">&-", b"stdout is closed"), ("| true", b"stdout was closed")],
+)
+def test_a_stdout_that_fails_is_told_and_optional_packages_are_not_imported(stdout, word):
+    """By a line, and a status that is not 0."""
+    script = f"import time, sys\n{HELP}".replace("probe.run", "time.sleep(0.5)\nprobe.run")
+    words = shlex.join([sys.executable, "-c", script])
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {words} {stdout}"], cwd=ROOT, capture_output=True)
+    assert done.returncode == 2 and word in done.stderr and done.stderr.count(b"\n") == 1, done.stderr
+
+
+SURROUNDINGS = [
+    (MemoryError(), "--micro-batch-size"),
+    (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), "--micro-batch-size"),
+    (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9"), "--micro-batch-size"),
+    (RuntimeError("No working C++ compiler found in config.cpp.cxx: (None, 'g++')"), "--no-compile"),
+]
+
+
+@pytest.mark.parametrize("error, remedy", SURROUNDINGS)
+def test_surroundings_that_fail_are_named(error, remedy, monkeypatch, capsys):
+    def fail(settings: RunSettings) -> None:
+        """Fail, by no fault of the program."""
+        raise error
+
+    message = refusal(monkeypatch, capsys, commands={"": Command(fail, RunSettings())})
+    assert remedy in message and message.count("\n") == 1
+
+
+def test_a_text_that_stdout_cannot_spell(tmp_path):
+    script = "from lib.settings import *\ndef f(s):\n    'F.'\n    print('caf\u00e9' + chr(0xd800))\n"
+    script += "run_script({'': Command(f, RunSettings())}, 'What?')"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, env=environment)
+    assert done.returncode == 0 and done.stdout.endswith(b"caf\\xe9\\ud800\n"), done.stderr

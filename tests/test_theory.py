@@ -93,10 +93,8 @@ def test_centering_cures_gelu_and_not_swiglu():
     assert last["tiny_llama", "centered"] == last["tiny_llama", "gpt2"] > 0
 
 
-@pytest.mark.parametrize("qk_norm", [False, True])
-def test_recursion_within_a_sequence_against_newborns(qk_norm):
-    """Normed queries and keys have logits of variance 1, so that attention is far from uniform."""
-    config = replace(PRESETS["tiny_gpt2"], qk_norm=qk_norm)
+def test_recursion_within_a_sequence_against_newborns():
+    config = PRESETS["tiny_gpt2"]
     cosines = []
 
     def on_state(layer, x):
@@ -146,10 +144,3 @@ def test_mean_field_against_the_model(name):
         mean = F.normalize(model.hidden(tokens, last_only=True).double()).mean(0)
     # what the theory neglects is not small here; chance would give 0 +- 0.18
     assert torch.dot(direction, mean / mean.norm()) > 0.9
-
-
-@pytest.mark.parametrize("changes", [{"biases": True}, {"positions": "learned"}])
-def test_a_gpt2_itself_is_not_known(changes):
-    config = replace(PRESETS["tiny_gpt2"], **changes)
-    assert "biases of all projections, and learned positions" in theory.unknown(config)
-    assert theory.kernel_recursion(config, 8) == [None] * 7

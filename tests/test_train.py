@@ -1,5 +1,6 @@
 """train.py: the same run however it is cut, spread or interrupted; and what it says when it cannot go on."""
 
+import errno
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import random
 import resource
 import shutil
 import signal
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -389,9 +391,18 @@ def test_a_run_is_left_as_it_is(stopped, words, expected):
 
 
 def test_one_process_group_a_run(stopped):
-    with Run(stopped).alone():
+    with Run(stopped).lock():
         refused = run_here("train.py", "--resume", "--out", stopped, "--max-iters", 9)
-    assert_refused(refused, f"another process trains in {stopped}")
+    assert_refused(refused, f"process {os.getpid()} of {os.uname().nodename} trains in", ".lock")
+
+
+def test_a_disk_without_locks(stopped, monkeypatch):
+    def flock(file, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    refused = run_here("train.py", "--resume", "--out", stopped, "--max-iters", 9)
+    assert_refused(refused, f"cannot lock {stopped}/.lock", "No locks available", "--out")
 
 
 def test_resuming_where_there_is_no_run(tokens, whole, stopped, tmp_path):
@@ -466,9 +477,73 @@ def test_divergence_names_the_last_good_checkpoint(tokens, tmp_path, eval_every)
         (["--init-from", "runs/other", "--model=tiny_llama"], ["--model", "leave one out"]),
         (["--init-from", "runs/other", "--d-ff", "8"], ["--d-ff", "leave one out"]),
         (["--num-heads", "5"], ["sizes that do not fit", "256/5"]),
+        (["--num-heads", "5", "--data", "none"], ["sizes that do not fit"]),  # before data are opened
+        (["--warmup-iters", "12"], ["--warmup-iters 12", "the 12 of --max-iters"]),
     ],
 )
 def test_refusals(tokens, tmp_path, words, expected):
     settings = small(tokens, tmp_path / "new", model=train.Settings().model)
     assert_refused(run_here("train.py", config_file(settings, tmp_path), *words), *expected)
     assert not checkpoint.steps(tmp_path / "new")
+
+
+def test_a_default_warm_up_is_shortened_and_told(tokens, tmp_path):
+    lines = config_file(small(tokens, tmp_path / "a"), tmp_path).read_text().splitlines()
+    config = tmp_path / "without.py"
+    config.write_text("\n".join(line for line in lines if "warmup" not in line))
+    done = run_here("train.py", config)
+    assert done.returncode == 0 and "--warmup-iters 2, a sixth" in done.stdout, done.stderr
+    assert rows_of(tmp_path / "a")[1]["lr"] == TWELVE["learning_rate"] / 2
+    assert f"{tokens}: " in done.stdout  # a run says what it reads
+
+
+def test_a_run_of_a_million_steps(tmp_path):
+    """Resuming, evaluating and drawing it cost what a new one does."""
+    row = {"step": 0, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 1e4, "mfu": 0.3}
+    run = Run(tmp_path)
+    with run.log.open("w") as log:
+        for step in range(1, 1_000_001):
+            log.write(json.dumps(row | {"step": step}) + "\n")
+            if step % 100 == 0:
+                log.write(json.dumps({"step": step, "val_loss": 2.6}) + "\n")
+    begun = time.perf_counter()
+    run.cut(999_900)
+    run.append({"step": 999_900, "val_loss": 2.0})
+    lines = run.lines_with(b'"loss"'), run.lines_with(b'"val_loss"')
+    assert time.perf_counter() - begun < 2  # seconds; the last takes none of them
+    assert [1500 < len(found) < 2100 for found in lines] == [True, True]
+    assert json.loads(lines[1][-1]) == {"step": 999_900, "val_loss": 2.0}
+    last = run.log.read_text().splitlines()[-2:]
+    assert [json.loads(line)["step"] for line in last] == [999_900] * 2
+
+
+# A config file: each rank works in a folder of its own, as on a disk of its own.
+MACHINE = """
+import os
+os.chdir("{place}/machine" + os.environ["RANK"])
+"""
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        ("", "rank 0 has step 4, rank 1 0"),
+        ("data = 'set'\n", "rank 0 has data set "),
+        ("model = ['backcopy', 'backcopi'][int(os.environ['RANK'])]\n", "rank 1: "),
+    ],
+)
+def test_machines_that_differ_begin_nothing(tokens, stopped, tmp_path, change, expected):
+    """Of two, one has a run; or each has its own data; or one meets a mistake before it meets the other."""
+    for number in (0, 1):
+        (tmp_path / f"machine{number}").mkdir()
+        meta = Path(shutil.copytree(tokens, tmp_path / f"machine{number}" / "set")) / "meta.json"
+        meta.write_text(meta.read_text().replace('"fingerprint": "', f'"fingerprint": "{number}'))
+    if not change:
+        shutil.copytree(stopped, tmp_path / "machine0" / "run")
+    config = config_file(small(tokens, Path("run"), resume=True), tmp_path)
+    config.write_text(config.read_text() + MACHINE.format(place=tmp_path) + change)
+    before = [kill_training.contents(tmp_path / "machine0")]
+    done = run_script("train.py", config, ranks=2)
+    assert done.returncode != 0 and done.stderr.count(f"train.py: {expected}") == 1, done.stderr
+    assert 'Traceback (most recent call last):\n  File "train.py' not in done.stderr
+    assert [kill_training.contents(tmp_path / "machine0")] == before

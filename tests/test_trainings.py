@@ -120,18 +120,12 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
 
 
 def test_calibrations(quick, monkeypatch):
-    """Some of them, two steps long: rows from the logs, noted one by one."""
+    """Some of them, two steps long: rows from the logs."""
     monkeypatch.setitem(trainings.CALIBRATED, "backcopy", (("none", "attenuate", "explicit"), (42, 123)))
     monkeypatch.setitem(trainings.CALIBRATED, "laptop", ((), ()))
     runs = trainings.calibration_runs("backcopy")
     found = trainings.calibrations(OutputSettings(out="out"))
     rows = found["rows"]
-    noted = Path("out/calibrations.jsonl").read_text().splitlines()
-    Path("out/calibrations.jsonl").write_text("\n".join(noted[1:]))
-    made = []
-    monkeypatch.setattr(trainings, "train_all", made.extend)  # what is noted is not asked for again
-    assert trainings.calibrations(OutputSettings(out="out"))["rows"] == rows
-    assert made == [runs["backcopy", "none", 42]]
     for row, run in zip(rows, runs.values(), strict=True):
         log = read_rows(Path(run.out, "metrics.jsonl"))
         losses = [row["val_loss"] for row in log if "val_loss" in row]
@@ -178,9 +172,8 @@ def test_text_and_birth(quick, monkeypatch):
     newborn_activity, activity = (observe(checkpoint.load(step), windows) for step in (steps[0], steps[-1]))
     builders = [(row["layer"], row["unit"]) for row in found["builders"]]
     assert builders == activity.builders(activity.layer, len(builders))
-    score = newborn_activity.at_1.abs() - newborn_activity.elsewhere
     for row in found["builders"]:
-        layer = score[row["layer"] - 1]
+        layer = newborn_activity.at_1[row["layer"]].abs() - newborn_activity.elsewhere[row["layer"]]
         below = (layer < layer[row["unit"]]).sum().item()
         assert row["percentile_activation"] == pytest.approx(100 * below / (len(layer) - 1))
         assert 1e-4 <= row["p"] <= 1
@@ -204,7 +197,6 @@ def test_half_of_the_way():
 
 
 def test_perplexity_is_the_cross_entropy(tmp_path, monkeypatch):
-    """Of each run that is not noted of this very text."""
     monkeypatch.chdir(tmp_path)
     file = tmp_path / "text.txt"
     file.write_text("\n".join(f"line {i}: {i * i} and {'x' * (i % 7)}" for i in range(3000)))
@@ -226,8 +218,4 @@ def test_perplexity_is_the_cross_entropy(tmp_path, monkeypatch):
     settings = trainings.PerplexitySettings(text=str(file), out=".", **CPU)
     row, _ = trainings.perplexity(settings)["rows"]
     assert row["text_loss"] == pytest.approx(expected, rel=1e-5)  # float32 logits
-    trainings.perplexity(settings)
     assert made == [*runs.values()]
-    file.write_text(file.read_text() + "more")
-    trainings.perplexity(settings)
-    assert made == [*runs.values()] * 2  # what was noted is of another text

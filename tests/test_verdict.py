@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import scipy.stats
 import torch
+from sentencepiece import sentencepiece_model_pb2
 
 from lib.settings import UserError
 from lineage import disguise
@@ -30,7 +31,7 @@ from lineage.table import (
 from lineage.verdict import row_of, sentence_of
 from model import ModelConfig
 from reproduce.robustness import noised
-from sources import checkpoint, gguf_tokenizers
+from sources import checkpoint
 from sources.checkpoint import Newborn
 from sources.formats import token_ids
 
@@ -437,9 +438,11 @@ def as_tokenizer_json(place, ids: dict) -> None:
 
 
 def as_tokenizer_model(place, ids: dict) -> None:
-    header = {"tokens": sorted(ids, key=ids.get), "scores": [0.0] * 300, "token_type": [1] * 300}
-    values = {f"tokenizer.ggml.{key}": value for key, value in header.items()}
-    (place / "tokenizer.model").write_bytes(gguf_tokenizers.sentencepiece_model(values))
+    model = sentencepiece_model_pb2.ModelProto()
+    for number, token in enumerate(sorted(ids, key=ids.get)):
+        model.pieces.add(piece=token, score=0.0, type=2 if number == 0 else 1)  # the first is unknown
+    model.trainer_spec.model_type = model.trainer_spec.BPE
+    (place / "tokenizer.model").write_bytes(model.SerializeToString())
 
 
 def as_vocab_json(place, ids: dict) -> None:

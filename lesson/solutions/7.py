@@ -5,7 +5,7 @@ def stand_in(model, silent, tokens):
     """One vector (576,) that does the work of two silent hidden units, whatever the text.
 
     `model` is SmolLM2; `silent` is the same, but units 1229 and 1487 of layer 12 write nothing. `tokens`
-    (20, 64) are windows of text. The check adds the vector to what layer 12's MLP writes in `silent`, at
+    (20, 64) are windows of text. The check adds the vector to what layer 12 writes in `silent`, at
     position 1 and nowhere else, and reads 20 other windows. `model.hidden(tokens, on_state=f)` calls
     `f(layer, x)` with the stream x (20, 64, 576) after each layer, from 1 on (0: the embeddings).
     """

@@ -1,0 +1,117 @@
+"""Does a Lens see what a model does? It is compared with the model as it is, in eager, on a few tokens."""
+
+import torch
+
+from lib.settings import UserError
+
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # of a share, and of the largest number
+
+
+@torch.no_grad()
+def check(lens, T=16) -> None:
+    """UserError unless attention and logits are seen as they are; `lens.lacks` has what else is not."""
+    tokens = lens.probe_tokens(T)
+    truth = lens.model(input_ids=tokens, use_cache=False, output_attentions=True, return_dict=True)
+    if not truth.logits.isfinite().all():
+        raise UserError("its logits are not finite")
+    usual, lens.queries = lens.queries, 5  # so that queries come in parts
+    check_attention(lens, tokens, truth.get("attentions") or ())
+    if differ(lens, lens.unembed(lens.hidden(tokens)), truth.logits):
+        raise UserError("its logits do not follow from its final states")
+    check_order(lens, tokens)
+    if "units" not in lens.lacks:
+        with lens.hidden_units(lambda layer, units, first: units.clone()):
+            copied = lens.hidden(tokens)
+        if differ(lens, lens.unembed(copied), truth.logits):
+            lens.lacks["units"] = "with its units put back it is another model"
+        elif "states" not in lens.lacks:
+            lens.normed_layers = [
+                layer for layer in lens.banks if not adds_plainly(lens, layer, tokens[:, :1])
+            ]
+    try:
+        check_constants(lens, tokens, truth.logits)
+    except RuntimeError as error:
+        lens.lacks["constants"] = f"its attention takes none: {error}".partition("\n")[0]
+    lens.queries = usual
+
+
+def differ(lens, seen, truth):
+    """Do numbers differ by more than the tolerance, as a share of the largest?"""
+    tolerance = TOLERANCE[lens.model.dtype]
+    return seen.shape != truth.shape or not (seen - truth).abs().max() <= tolerance * truth.abs().max()
+
+
+def check_attention(lens, tokens, weights) -> None:
+    """UserError unless each layer's mean weights are those that it returns, and no query sees a later key."""
+    B, T = tokens.shape
+    alphas = {}
+
+    def on_heads(layer, heads, q, k, v, alpha):
+        alphas[layer] = alpha(range(1, T + 1))  # (B, H, T)
+
+    lens.hidden(tokens, on_heads=on_heads)
+    if not alphas:
+        raise UserError("its attention is code of its own, or it has none")
+    if len(weights) == lens.config.num_layers:  # of layers of other kinds, too
+        weights = [weights[layer - 1] for layer in alphas]
+    if len(alphas) != len(weights):
+        raise UserError(f"it attends in {len(alphas)} layers, and returns the weights of {len(weights)}")
+    queries = torch.arange(T, 0, -1, device=lens.device)  # that see a position
+    tolerance = TOLERANCE[lens.model.dtype]
+    for (layer, alpha), theirs in zip(alphas.items(), weights):
+        if theirs.shape[2:] != (T, T):
+            raise UserError(f"the weights of layer {layer} are {[*theirs.shape]}, of {T} positions")
+        if theirs.triu(1).abs().max() > tolerance:
+            raise UserError(f"in layer {layer} a query sees a later key")
+        if not (alpha - theirs.sum(2, dtype=torch.float32) / queries).abs().max() <= tolerance:
+            raise UserError(f"the attention of layer {layer} is not what it returns")
+        if (1 - theirs.sum(3, dtype=torch.float32)).max() > tolerance:
+            lens.has_learned_sink = True
+
+
+def adds_plainly(lens, layer, tokens):
+    """Does a layer's stream lose just its units times their down weights, if these are at zero?"""
+    units, states = {}, []
+
+    def silence(at, values, first):
+        if at == layer:
+            units[first] = values[:, 0]
+            return torch.zeros_like(values)
+
+    def on_state(at, x):
+        if at == layer:
+            states.append(x[:, 0])
+
+    lens.hidden(tokens, on_state=on_state)
+    with lens.hidden_units(silence):
+        lens.hidden(tokens, on_state=on_state)
+    written = torch.cat([units[first] for first in sorted(units)], dim=1) @ lens.down(layer).t()
+    return (states[0] - states[1] - written).abs().max() <= 0.01 * written.abs().max()
+
+
+def check_order(lens, tokens) -> None:
+    """UserError if a state depends on a later token."""
+    changed = tokens.clone()
+    changed[:, -1] = (tokens[:, -1] + 1) % lens.config.vocab_size
+    if differ(lens, lens.hidden(changed)[:, :-1], lens.hidden(tokens)[:, :-1]):
+        raise UserError("a state depends on a later token")
+
+
+def check_constants(lens, tokens, logits) -> None:
+    """Note a lack of constants if hidden ones change logits, or one like position 1 receives otherwise."""
+    constants = {}
+
+    def on_heads(layer, heads, q, k, v, alpha):
+        constants[layer] = (k[0, :, 0], v[0, :, 0])
+
+    def received(at, heads, q, k, v, alpha):
+        first, constant = alpha((1, 0)).unbind(-1)
+        if at == layer and not lens.has_learned_sink and differ(lens, constant, first):
+            lens.lacks["constants"] = f"in layer {layer} one like position 1 receives other weights"
+
+    lens.hidden(tokens, on_heads=on_heads)
+    hidden = lens.with_constants(constants, are_hidden=True)
+    if differ(lens, lens.unembed(hidden.hidden(tokens)), logits):
+        lens.lacks["constants"] = "one that no query sees changes its logits"
+    for layer, constant in constants.items():
+        lens.with_constants({layer: constant}).hidden(tokens[:1, :2], on_heads=received)

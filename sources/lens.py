@@ -1,0 +1,311 @@
+"""What do the heads, the hidden units and the stream of a stranger's language model do?
+
+`transformers` runs the model by its own code. A Lens looks through three openings that do not depend on
+names, and gives measures what `model.Transformer` gives them:
+
+- attention: a layer asks an AttentionInterface for the function that attends, and hands it its own.
+  `Pass.attend` stands between: it calls the layer's own, so that windows, soft caps, biases and learned sinks
+  stay as they are, for some queries at a time, and keeps the sums of the weights.
+- hidden units: what enters a layer's widest linear maps onto the stream, outside the parts that mix
+  positions. Stacked experts ask an ExpertsInterface.
+- the stream: what enters the first block, and what each block returns.
+
+sources/parts.py finds these in a model, and sources/check.py compares what is seen with the model as it is:
+before that, believe no number. Layers count from 1, as blocks are called. Where heads are seen, layers
+without attention are left out.
+
+Shapes: B sequences, T positions, d width, H heads, G key-value heads, D head size, F hidden units, E experts.
+"""
+
+import contextlib
+import copy
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.integrations.moe import ExpertsInterface
+from transformers.modeling_utils import AttentionInterface
+
+from sources.parts import down_of, find_blocks, find_units, is_linear
+
+QUERIES = 256  # whose weights are in memory at a time
+POSITIONS = 512  # whose logits are
+UNKNOWN_CONTEXT = 2048  # positions of a model that does not say how many it can read
+
+
+@dataclass
+class Shape:
+    """What `model.ModelConfig` says of a model, as far as measures ask."""
+
+    vocab_size: int
+    context_length: int
+    d_model: int = 0  # of the final states
+    num_layers: int = 0
+    explicit_sink: bool = False
+
+
+def shape_of(config):
+    """The Shape that a configuration of `transformers` tells."""
+    text = config.get_text_config(decoder=True)
+    context = getattr(text, "max_position_embeddings", None) or UNKNOWN_CONTEXT
+    return Shape(text.vocab_size, context, getattr(text, "hidden_size", 0))
+
+
+class Lens:
+    """A language model of `transformers`, in eval mode and with attention "eager", as measures see it.
+
+    `lacks` says by name what cannot be seen, and why: of "states", "units", "constants".
+    """
+
+    def __init__(self, model):
+        self.model = model
+        self.queries = QUERIES
+        self.constants = {}  # by layer: a key and a value, (G, D) each, in front of position 1
+        self.hides_constants = False  # from all queries
+        self.has_learned_sink = False
+        self.lacks = {}
+        self.normed_layers = []  # whose units do not write to the stream as they are
+        self.attending = []  # layers
+        self.banks = {}  # by layer: the sources.parts.Banks of its hidden units
+        self.unit_watchers = []
+        self.outputs = {}  # by layer: the linear map that its heads enter
+        self.config = shape_of(model.config)
+        tokens = self.probe_tokens()
+        with torch.no_grad():
+            self.blocks, self.trunk, final = find_blocks(model, tokens)
+            self.final_kind = type(final)
+            self.config.d_model = final.last_hidden_state.shape[-1]
+            find_units(self, tokens)
+
+    @property
+    def linears(self):
+        """The linear maps of the blocks; none if some are of another kind, as stacked experts."""
+        modules = [module for block in self.blocks for module in block.modules()]
+        if any(weight.ndim > 2 for block in self.blocks for weight in block.parameters()):
+            return []
+        return [module for module in modules if is_linear(module)]
+
+    @property
+    def device(self):
+        return next(self.model.parameters()).device
+
+    def probe_tokens(self, T=16):
+        """A few tokens, (2, T), the same each time."""
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(self.config.vocab_size, (2, T), generator=generator).to(self.device)
+
+    @torch.no_grad()
+    def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None) -> Tensor:
+        """Final states, (B, T, d), of tokens (B, T) or of embeddings (B, T, d), as `Transformer.hidden`."""
+        if inputs.shape[1] > self.config.context_length:
+            raise ValueError(
+                f"{inputs.shape[1]} positions exceed the context of {self.config.context_length}"
+            )
+        name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
+        on_state = None if "states" in self.lacks else on_state
+        with Pass(self, inputs.shape[:2], on_state, on_heads).watching():
+            states = self.trunk(**{name: inputs}, use_cache=False, return_dict=True).last_hidden_state
+        return states[:, -1] if last_only else states
+
+    @torch.no_grad()
+    def unembed(self, states: Tensor) -> Tensor:
+        """Logits (..., V) of final states (..., d): the head, and what the model does after it."""
+        flat = states.reshape(1, -1, states.shape[-1])
+        given = self.final_kind(last_hidden_state=flat)
+        self.trunk.forward = lambda *_, **__: given  # hides the method of its class
+        try:
+            tokens = torch.zeros(flat.shape[:2], dtype=torch.int64, device=flat.device)
+            logits = self.model(input_ids=tokens, use_cache=False, return_dict=True).logits
+        finally:
+            del self.trunk.forward
+        return logits.view(*states.shape[:-1], -1)
+
+    def summed_loss(self, states: Tensor, targets: Tensor) -> Tensor:
+        """The summed loss in nats of targets (n,) after final states (n, d)."""
+        total = torch.zeros((), dtype=torch.float64)
+        for some, wanted in zip(states.split(POSITIONS), targets.split(POSITIONS)):
+            logits = self.unembed(some).float()
+            losses = logits.logsumexp(-1) - logits.gather(1, wanted[:, None])[:, 0]
+            total += losses.sum(dtype=torch.float64).cpu()
+        return total
+
+    def calibrated(self, layer, heads, k):
+        return heads
+
+    @contextlib.contextmanager
+    def hidden_units(self, on_units):
+        """Within this context `on_units(layer, units, first)` sees, and may replace, units (B, T, F).
+
+        A layer's units may come in several calls: `first` is the number of the first of them in the layer.
+        """
+        self.unit_watchers.append(on_units)
+        try:
+            yield
+        finally:
+            self.unit_watchers.remove(on_units)
+
+    def ablated(self, on_units) -> "Lens":
+        """The same model, whose hidden units are always what `on_units` makes of them."""
+        other = copy.copy(self)
+        other.unit_watchers = [on_units]
+        return other
+
+    def down(self, layer):
+        """The weights (d, F) of a layer's hidden units on the stream; None without such units."""
+        downs = [bank.down for bank in self.banks.get(layer, ())]
+        downs = [down.flatten(0, 1).t() if down.ndim == 3 else down for down in downs]
+        return torch.cat(downs, dim=1).detach() if downs else None
+
+    def output_weight(self, layer):
+        """The weight (d, H D) of a layer's heads on the stream; None where no plain map follows them."""
+        return down_of(self.outputs[layer]).detach() if layer in self.outputs else None
+
+    def with_constants(self, constants, are_hidden=False) -> "Lens":
+        """The same model with a key and a value, (G, D) each, in front of position 1 in some layers."""
+        other = copy.copy(self)
+        other.constants = constants
+        other.hides_constants = are_hidden
+        return other
+
+
+class Pass:
+    """One pass through a model: which layer is at work, and who sees what of it."""
+
+    def __init__(self, lens, shape, on_state, on_heads):
+        self.lens = lens
+        self.shape = shape  # (B, T)
+        self.on_state = on_state
+        self.on_heads = on_heads
+        self.layer = 0  # in front of the first block
+        self.is_inside = False  # of a block
+
+    @contextlib.contextmanager
+    def watching(self):
+        """Within this context the model's parts report to this pass."""
+        with contextlib.ExitStack() as stack:
+            for block in self.lens.blocks:
+                stack.enter_context(block.register_forward_pre_hook(self.enter, with_kwargs=True))
+                stack.enter_context(block.register_forward_hook(self.leave))
+            if self.lens.unit_watchers:
+                modules = {bank.module for banks in self.lens.banks.values() for bank in banks}
+                for module in filter(is_linear, modules):
+                    stack.enter_context(module.register_forward_pre_hook(self.see_units))
+                stack.enter_context(standing_between(ExpertsInterface, self.route))
+            stack.enter_context(standing_between(AttentionInterface, self.attend))
+            yield
+
+    def enter(self, block, inputs, named) -> None:
+        self.layer += 1
+        self.is_inside = True
+        if self.layer == 1 and self.on_state is not None:
+            self.on_state(0, inputs[0] if inputs else named["hidden_states"])
+
+    def leave(self, block, inputs, output) -> None:
+        self.is_inside = False
+        if self.on_state is not None:
+            self.on_state(self.layer, output if isinstance(output, Tensor) else output[0])
+
+    def attend(self, own, module, q, k, v, attention_mask=None, *more, **settings):
+        """A layer's attention: what its own function returns, or what `on_heads` makes of it."""
+        if not self.is_inside:
+            return own(module, q, k, v, attention_mask, *more, **settings)
+        T = q.shape[2]
+        keys, values, mask = k, v, attention_mask
+        if self.layer in self.lens.constants:
+            keys, values = [with_first(*pair) for pair in zip(self.lens.constants[self.layer], (k, v))]
+            if mask is not None:
+                mask = F.pad(
+                    mask, (1, 0), value=torch.finfo(mask.dtype).min if self.lens.hides_constants else 0
+                )
+        has_tensors = any(isinstance(x, Tensor) and x.ndim > 1 for x in (*more, *settings.values()))
+        step = T if has_tensors else self.lens.queries  # a tensor may be of all queries
+        outputs, received = [], 0
+        for start in range(0, T, step):
+            rows = slice(start, start + step)
+            part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
+            output, weights = own(module, q[:, :, rows], keys, values, part, *more, **settings)
+            outputs.append(output)
+            received = received + weights.sum(2, dtype=torch.float32)  # (B, H, T or 1 + T)
+        heads = torch.cat(outputs, dim=1)  # (B, T, H, D)
+        if self.on_heads is not None:
+            alpha = partial(mean_weights, received, T, self.lens.has_learned_sink)
+            changed = self.on_heads(self.layer, heads.transpose(1, 2), q, k, v, alpha)
+            heads = heads if changed is None else changed.transpose(1, 2).contiguous()
+        return heads, weights if len(outputs) == 1 else None
+
+    def bank_of(self, module):
+        """The bank of the layer at work that a module serves, or None."""
+        banks = self.lens.banks.get(self.layer, ()) if self.is_inside else ()
+        return next((bank for bank in banks if bank.module is module), None)
+
+    def replaced(self, bank, units):
+        """A bank's units, (B T, F) or (B, T, F), or what those who watch make of them."""
+        for on_units in self.lens.unit_watchers:
+            changed = on_units(self.layer, units.reshape(*self.shape, -1), bank.first)
+            units = units if changed is None else changed.reshape(units.shape)
+        return units
+
+    def see_units(self, module, inputs):
+        bank = self.bank_of(module)
+        if bank is not None:
+            return (self.replaced(bank, inputs[0]), *inputs[1:])
+
+    def route(self, own, module, x, chosen, shares):
+        """What stacked experts make of x (B T, d), by their own weights and activation."""
+        bank = self.bank_of(module)
+        if bank is None:
+            return own(module, x, chosen, shares)
+        read = module.gate_up_proj if module.has_gate else module.up_proj
+        read = read if module.is_transposed else read.transpose(1, 2)  # (E, d, F or 2 F)
+        units = x.new_zeros(len(x), *bank.down.shape[:2])  # (B T, E, F)
+        places = [(expert, *torch.where(chosen == expert)) for expert in range(units.shape[1])]
+        for expert, rows, _ in places:
+            inner = x[rows] @ read[expert]
+            if module.has_bias:
+                inner = inner + (module.gate_up_proj_bias if module.has_gate else module.up_proj_bias)[expert]
+            units[rows, expert] = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+        units = self.replaced(bank, units.flatten(1)).view(units.shape)
+        total = torch.zeros_like(x)
+        for expert, rows, slots in places:
+            out = units[rows, expert] @ bank.down[expert]
+            if module.has_bias:
+                out = out + module.down_proj_bias[expert]
+            if module.has_post_expert_norm:
+                out = module.post_expert_norm(out)
+            total.index_add_(0, rows, (out * shares[rows, slots, None]).to(total.dtype))
+        return total
+
+
+@contextlib.contextmanager
+def standing_between(interface, function):
+    """Within this context whoever asks an interface gets `function`, which is handed their own one first."""
+    usual = interface.get_interface
+    interface.get_interface = lambda self, name, own: partial(function, own)
+    try:
+        yield
+    finally:
+        interface.get_interface = usual
+
+
+def with_first(constant, x):
+    """Put a constant (G, D) in front of keys or values x (B, G, T, D)."""
+    return torch.cat((constant.to(x)[None, :, None].expand(len(x), -1, -1, -1), x), dim=2)
+
+
+def mean_weights(received, T, has_learned_sink, positions):
+    """alpha (B, H, K): the weight on position p, averaged over the queries i >= p; on 0 over all of them.
+
+    `received` (B, H, T or 1 + T) are sums over the queries. On position 0 are a constant, and a learned sink,
+    whose share is what the others leave.
+    """
+    columns = []
+    for p in torch.as_tensor(positions).tolist():
+        if p > 0:
+            columns.append(received[..., p - 1 - T] / (T + 1 - p))
+        elif has_learned_sink:
+            columns.append(1 - received[..., -T:].sum(-1) / T)
+        else:
+            columns.append(received[..., :-T].sum(-1) / T)
+    return torch.stack(columns, dim=-1)

@@ -1,0 +1,188 @@
+"""Models of other families through the lens, against transformers on the same weights; what is refused."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DynamicCache
+
+from lib.settings import UserError
+from reproduce.architectures import build, errors_of
+from sources import check as checks
+from sources import strangers
+from sources.lens import Lens
+
+FAMILIES = "gpt2 gpt_neox gemma2 gemma3_text olmo2 phi3 qwen3 mixtral gpt_oss deepseek_v3".split()
+WITHIN = 6  # positions, within the tiny models' window
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def lens(request):
+    """A tiny model of each family, seen and checked."""
+    lens = Lens(build(request.param))
+    checks.check(lens)
+    assert not lens.lacks
+    return lens
+
+
+def test_heads_states_and_units_are_the_models_own(lens):
+    """Beyond the window; float32's rounding is 1e-7."""
+    errors = errors_of(lens)
+    assert errors.keys() == {"heads", "states", "units"}
+    assert max(errors.values()) < 1e-6
+
+
+@torch.no_grad()
+def test_loss_is_the_models_own(lens):
+    tokens = lens.probe_tokens()
+    logits = lens.model(input_ids=tokens).logits.double()
+    expected = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    states = lens.hidden(tokens)[:, :-1].flatten(0, 1)
+    loss = lens.summed_loss(states, tokens[:, 1:].flatten()) / len(states)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+@torch.no_grad()
+def test_constants_are_a_cache_of_one_entry(lens):
+    """Plain transformers, with the constants as what it read before: the same logits and weights."""
+    if lens.model.config.model_type == "deepseek_v3":
+        pytest.skip("its cache holds compressed keys, which a constant has not")
+    tokens = lens.probe_tokens(WITHIN)
+    generator = torch.Generator().manual_seed(1)
+    constants, alphas = {}, []
+
+    def draw(layer, heads, q, k, v, alpha):
+        constants[layer] = [torch.randn(x.shape[1], x.shape[3], generator=generator) for x in (k, v)]
+
+    lens.hidden(tokens, on_heads=draw)
+    other = lens.with_constants(constants)
+    states = other.hidden(tokens, on_heads=lambda at, heads, q, k, v, alpha: alphas.append(alpha((0, 1, 2))))
+    cache = DynamicCache()
+    for layer, constant in constants.items():
+        cache.update(*[x[None, :, None].expand(len(tokens), -1, 1, -1) for x in constant], layer - 1)
+    places = torch.arange(WITHIN)[None]
+    truth = lens.model(input_ids=tokens, past_key_values=cache, position_ids=places, output_attentions=True)
+    torch.testing.assert_close(lens.unembed(states), truth.logits, rtol=0, atol=1e-5)
+    for alpha, weights in zip(alphas, truth.attentions):
+        for p, queries in ((1, WITHIN), (2, WITHIN - 1)):
+            expected = weights[..., p].sum(-1) / queries
+            torch.testing.assert_close(alpha[..., p], expected, rtol=0, atol=1e-6)
+        left = 1 - weights[..., 1:].sum((-1, -2)) / WITHIN  # the constant's, and a learned sink's
+        torch.testing.assert_close(alpha[..., 0], left, rtol=0, atol=1e-5)
+
+
+def test_replaced_heads_reach_the_stream(lens):
+    """A position that sees itself alone: its heads' outputs are its values."""
+    tokens = lens.probe_tokens(WITHIN)
+
+    def on_heads(layer, heads, q, k, v, alpha):
+        heads = heads.clone()
+        heads[:, :, 3] = v[:, :, 3].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
+        return heads
+
+    changed = lens.hidden(tokens, on_heads=on_heads)
+    plain = lens.hidden(tokens)
+    torch.testing.assert_close(changed[:, :3], plain[:, :3], rtol=0, atol=1e-5)
+    assert (changed[:, 3:] - plain[:, 3:]).abs().max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [("gptj", "code of its own"), ("diffllama", "attends twice"), ("bert", "later key")],
+)
+def test_models_that_are_not_seen_are_refused(model_type, reason):
+    model = build(model_type)
+    if model_type == "bert":
+        model.config.is_decoder = False
+    with pytest.raises(UserError, match=reason):
+        checks.check(Lens(model))
+
+
+def test_parts_that_are_not_seen_are_named():
+    for model_type, part in (("jetmoe", "units"), ("gemma3n_text", "states"), ("inkling_text", "constants")):
+        lens = Lens(build(model_type))
+        checks.check(lens)
+        assert lens.lacks.keys() == {part}
+
+
+# ---- from a folder -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    build("llama").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def change_config(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def change_tensors(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_a_folder_opens(folder):
+    change_config(folder, auto_map={"AutoModelForCausalLM": "evil.Model"}, _attn_implementation="some/kernel")
+    lens = strangers.open_lens(folder)
+    tokens = lens.probe_tokens()
+    assert torch.equal(lens.hidden(tokens), Lens(build("llama")).hidden(tokens))
+    assert strangers.open_lens(folder, dtype=torch.bfloat16).model.dtype == torch.bfloat16
+
+
+Q = "model.layers.0.self_attn.q_proj"
+DAMAGES = {
+    "missing": lambda tensors: tensors.pop(f"{Q}.weight"),
+    "does not fit": lambda tensors: tensors.update({f"{Q}.bias": torch.ones(64)}),
+    "size mismatch|mismatched": lambda tensors: tensors.update({f"{Q}.weight": torch.ones(64, 32)}),
+    "not finite": lambda tensors: tensors[f"{Q}.weight"].fill_(torch.nan),
+    "packed": lambda tensors: tensors.update({f"{Q}.qweight": torch.ones(64, 8, dtype=torch.int32)}),
+}
+
+
+@pytest.mark.parametrize("reason", DAMAGES)
+def test_damaged_weights_are_refused(folder, reason):
+    change_tensors(folder, DAMAGES[reason])
+    with pytest.raises(UserError, match=reason):
+        strangers.open_lens(folder)
+
+
+def test_other_kinds_are_refused(folder, monkeypatch):
+    for changes in ({"model_type": "nonsense"}, {"model_type": "vit"}, {"is_encoder_decoder": True}):
+        before = (folder / "config.json").read_text()
+        change_config(folder, **changes)
+        with pytest.raises(UserError, match="no decoder|no causal"):
+            strangers.open_lens(folder)
+        (folder / "config.json").write_text(before)
+    monkeypatch.setattr(strangers, "memory_of", lambda device: 1000)
+    with pytest.raises(UserError, match="GB in memory"):
+        strangers.open_lens(folder)
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    with pytest.raises(UserError, match="adapter"):
+        strangers.open_lens(folder)
+
+
+# ---- .gguf -------------------------------------------------------------------------------------------------
+
+
+def header(architecture, **said):
+    """What `follow_header` reads of a file."""
+    values = {f"{architecture}.{key.replace('__', '.')}": value for key, value in said.items()}
+    return SimpleNamespace(values={"general.architecture": architecture} | values, tensors={})
+
+
+def test_a_header_is_followed():
+    config = build("llama").config
+    said = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0, "rope__freq_base": 10_000.0}
+    strangers.follow_header("file", header("llama", **said), config)
+    assert config.rope_parameters["rope_type"] == "linear"
+    assert config.rope_parameters["factor"] == 8.0
+    config = build("gemma3_text").config
+    said = {"embedding_length": 64, "attention__head_count": 4, "attention__key_length": 16}
+    strangers.follow_header("file", header("gemma3", block_count=62, **said), config)
+    assert config.query_pre_attn_scalar == 16
