@@ -233,20 +233,22 @@ def rows_looked_at(stack, name, shape):
 
 
 def agreement(A: Tensor, B: Tensor):
-    """How far columns of A agree with those of B, (n, d) each, and the std of what relabelled ones give.
+    """The mean correlation of A's columns with those of B, (n, d) each; that of relabelled ones, its std.
 
-    The first is the mean over columns of Pearson's correlation, less its mean over all pairs of columns. The
-    second is that of `diagonal_test`, by the Gram matrices of n rows.
+    What relabelled columns give is that of `diagonal_test`, by products of n rows with n.
     """
-    rows = []
+    correlated, rows = [], []
     for weight in (A, B):
         weight = centred(weight)
         weight /= weight.norm(dim=0).clamp(min=1e-30)
+        correlated.append(weight)
         rows.append(weight - weight.mean(1, keepdim=True))
-    A, B = rows
     d = A.shape[1]
+    matched = torch.dot(*[weight.flatten() for weight in correlated]).item() / d
+    excess = torch.dot(*[weight.flatten() for weight in rows]).item() / d
+    A, B = rows
     variance = ((A @ A.T) * (B @ B.T)).sum().item() / max(1, d - 1)
-    return (A * B).sum().item() / d, max(0.0, variance) ** 0.5 / d
+    return matched, matched - excess, max(0.0, variance) ** 0.5 / d
 
 
 def joint_test(agreements, searches=1):
@@ -254,8 +256,8 @@ def joint_test(agreements, searches=1):
 
     Their coordinates are relabelled together, so that the std of the sum is at most the sum of theirs.
     """
-    matched, stds = np.transpose(agreements)
-    z = float(matched.sum() / max(1e-30, stds.sum()))
+    matched, means, stds = np.transpose(agreements)
+    z = float((matched - means).sum() / max(1e-30, stds.sum()))
     log10_p = log_ndtr(-z) / math.log(10) + math.log10(searches)
     test = {"matched": float(matched.mean()), "z": z, "log10_p": log10_p, "p": min(1.0, 10**log10_p)}
     return test | {"same": bool(log10_p <= CHANCE_LOG10_P)}
