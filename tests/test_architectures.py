@@ -6,9 +6,9 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from test_verdict import row_by_both
 
 from lineage import layout
-from lineage.compare import CompareSettings, compare_models, read_model
 from sources import formats
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000}
@@ -56,8 +56,8 @@ def build(name: str, seed: int, choices=ARCHITECTURES) -> transformers.PreTraine
 
 def compared(folder: Path, base: str, *suspects: str) -> list[dict]:
     """The rows of some folders."""
-    models = [read_model(name, formats.open_checkpoint(folder / name, True)) for name in (base, *suspects)]
-    return [compare_models(models[0], model, CompareSettings(permutations=199))[0] for model in models[1:]]
+    sources = [formats.open_checkpoint(folder / name, True) for name in (base, *suspects)]
+    return [row_by_both(sources[0], source) for source in sources[1:]]
 
 
 @pytest.mark.parametrize("name", HERE)

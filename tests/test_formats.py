@@ -70,14 +70,6 @@ def test_a_checkpoint_of_nano_gpt(tmp_path):
     torch.save({"model": weights, "iter_num": 7, "config": {"n_layer": 2}}, tmp_path / "copy.pt")
     torch.save({"model": compiled}, tmp_path / "ckpt.pt")
     words = [tmp_path / "ckpt.pt", tmp_path / "copy.pt", "--thorough", "--out", tmp_path]
-        tmp_path / "ckpt.pt",
-        tmp_path / "copy.pt",
-        "--permutations",
-        199,
-        "--thorough",
-        "--out",
-        tmp_path,
-    ]
     done = run_here("seedprint", "compare", *words)
     assert done.returncode == 0, done.stderr
     (row,) = read_json(tmp_path / "compare.json")["rows"]
