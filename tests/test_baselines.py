@@ -19,7 +19,7 @@ def no_gradients():
         yield
 
 
-@pytest.fixture(params=["llama_gqa", "qwen3", "gpt2"])
+@pytest.fixture(params=["llama_gqa", "qwen2", "gpt2"])
 def models(request) -> list[Transformer]:
     """Two random models of a kind."""
     return [random_model(KINDS[request.param], seed) for seed in (1, 2)]

@@ -172,9 +172,9 @@ def test_text_and_birth(quick, monkeypatch):
     newborn_activity, activity = (observe(checkpoint.load(step), windows) for step in (steps[0], steps[-1]))
     builders = [(row["layer"], row["unit"]) for row in found["builders"]]
     assert builders == activity.builders(activity.layer, len(builders))
-    score = newborn_activity.at_1.abs() - newborn_activity.elsewhere
     for row in found["builders"]:
-        layer = score[row["layer"] - 1]
+        at_1, elsewhere = (by[row["layer"]] for by in (newborn_activity.at_1, newborn_activity.elsewhere))
+        layer = at_1.abs() - elsewhere
         below = (layer < layer[row["unit"]]).sum().item()
         assert row["percentile_activation"] == pytest.approx(100 * below / (len(layer) - 1))
         assert 1e-4 <= row["p"] <= 1
