@@ -147,31 +147,25 @@ def with_sink(sink: Tensor | None, x: Tensor) -> Tensor:
     return torch.cat((sink.expand(len(x), -1, -1, -1), x), dim=2)
 
 
-def weights_on(q: Tensor, k: Tensor, positions: Tensor, sink_key=None) -> Tensor:
-    """The weights of queries q (B, H, T, Dh) on keys k (B, G, T, Dh) at K <= Dh positions: (B, H, T, K).
+def mean_attention(q: Tensor, k: Tensor, sink_key: Tensor | None, positions) -> Tensor:
+    """alpha (B, H, K): the weight on each of K positions, averaged over the queries that see it (BB 6.2.1).
 
     Attention returns a weighted mean of values. If the values are one-hot, this mean is the weights, and the
-    fused kernel computes it in O(T) memory. The CPU's kernel needs values as wide as keys, hence K <= Dh.
-    `sink_key` (G Dh,), if any, is an explicit sink's, which has position 0.
+    fused kernel computes it in O(T) memory. The CPU's kernel needs values as wide as keys, hence Dh positions
+    at a time. `sink_key` (G Dh,), if any, is an explicit sink's, which has position 0.
     """
     keys = with_sink(sink_key, k)
     first = k.shape[2] + 1 - keys.shape[2]  # position of the first key: 1, or 0 with an explicit sink
-    (there,) = torch.nonzero(positions >= first, as_tuple=True)
-    places = positions[there] - first
-    values = torch.zeros_like(keys)
-    values[:, :, places, there] = 1
-    return causal_attention(q, keys, values)[..., : len(positions)]
-
-
-def mean_attention(q: Tensor, k: Tensor, sink_key, positions) -> Tensor:
-    """alpha (B, H, K): the weight on position p, averaged over the queries i >= p (BB 6.2.1)."""
     positions = torch.as_tensor(positions, device=k.device)
-    parts = []
+    sums = []
     for part in positions.split(k.shape[3]):
-        weights = weights_on(q, k, part, sink_key)
-        parts.append(weights.sum(2, dtype=torch.float32))
+        (there,) = torch.nonzero(part >= first, as_tuple=True)
+        values = torch.zeros_like(keys)
+        values[:, :, part[there] - first, there] = 1
+        weights = causal_attention(q, keys, values)[..., : len(part)]  # (B, H, T, K)
+        sums.append(weights.sum(2, dtype=torch.float32))
     queries = k.shape[2] + 1 - positions.clamp(min=1)  # (K,) that see it; all see position 0
-    return torch.cat(parts, dim=2) / queries
+    return torch.cat(sums, dim=2) / queries
 
 
 class Attention(nn.Module):

@@ -1,8 +1,12 @@
 """Does a Lens see what a model does? It is compared with the model as it is, in eager, on a few tokens."""
 
+import contextlib
+from functools import partial
+
 import torch
 
 from lib.settings import UserError
+from sources.lens import Pass, tensor_of
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # of a share, and of the largest number
 
@@ -25,9 +29,7 @@ def check(lens, T=16) -> None:
         if differ(lens, lens.unembed(copied), truth.logits):
             lens.lacks["units"] = "with its units put back it is another model"
         elif "states" not in lens.lacks:
-            lens.normed_layers = [
-                layer for layer in lens.banks if not adds_plainly(lens, layer, tokens[:, :1])
-            ]
+            lens.normed_layers = normed_layers(lens, tokens[:, :1])
     try:
         check_constants(lens, tokens, truth.logits)
     except RuntimeError as error:
@@ -69,24 +71,47 @@ def check_attention(lens, tokens, weights) -> None:
             lens.has_learned_sink = True
 
 
-def adds_plainly(lens, layer, tokens):
-    """Does a layer's stream lose just its units times their down weights, if these are at zero?"""
-    units, states = {}, []
+def calls_of(lens, tokens):
+    """By layer, the block of a pass and what it is called with."""
+    calls = {}
 
-    def silence(at, values, first):
-        if at == layer:
-            units[first] = values[:, 0]
-            return torch.zeros_like(values)
+    def note(block, inputs, named) -> None:
+        calls[len(calls) + 1] = partial(block, *inputs, **named)
 
-    def on_state(at, x):
-        if at == layer:
-            states.append(x[:, 0])
+    with contextlib.ExitStack() as stack:
+        for block in lens.blocks:
+            stack.enter_context(block.register_forward_pre_hook(note, with_kwargs=True))
+        lens.hidden(tokens)
+    return calls
 
-    lens.hidden(tokens, on_state=on_state)
-    with lens.hidden_units(silence):
-        lens.hidden(tokens, on_state=on_state)
-    written = torch.cat([units[first] for first in sorted(units)], dim=1) @ lens.down(layer).t()
-    return (states[0] - states[1] - written).abs().max() <= 0.01 * written.abs().max()
+
+def called_again(lens, layer, call, shape, on_heads=None):
+    """What a block returns that is called alone, as in a pass."""
+    again = Pass(lens, shape, None, on_heads)
+    again.layer = layer - 1
+    with again.watching():
+        return tensor_of(call())
+
+
+def normed_layers(lens, tokens):
+    """The layers whose stream does not lose just the units times their down weights, if these are at zero."""
+    found = []
+    units = {}
+
+    def silence(layer, values, first):
+        units[first] = values[:, 0]
+        return torch.zeros_like(values)
+
+    for layer, call in calls_of(lens, tokens).items():
+        if layer in lens.banks:
+            units.clear()
+            before = called_again(lens, layer, call, tokens.shape)
+            after = called_again(lens.ablated(silence), layer, call, tokens.shape)
+            written = torch.cat([units[first] for first in sorted(units)], dim=1) @ lens.down(layer).t()
+            lost = (before - after)[:, 0]
+            if not (lost - written).abs().max() <= 0.01 * written.abs().max():
+                found.append(layer)
+    return found
 
 
 def check_order(lens, tokens) -> None:
@@ -104,14 +129,15 @@ def check_constants(lens, tokens, logits) -> None:
     def on_heads(layer, heads, q, k, v, alpha):
         constants[layer] = (k[0, :, 0], v[0, :, 0])
 
-    def received(at, heads, q, k, v, alpha):
+    def received(layer, heads, q, k, v, alpha):
         first, constant = alpha((1, 0)).unbind(-1)
-        if at == layer and not lens.has_learned_sink and differ(lens, constant, first):
+        if not lens.has_learned_sink and differ(lens, constant, first):
             lens.lacks["constants"] = f"in layer {layer} one like position 1 receives other weights"
 
     lens.hidden(tokens, on_heads=on_heads)
     hidden = lens.with_constants(constants, are_hidden=True)
     if differ(lens, lens.unembed(hidden.hidden(tokens)), logits):
         lens.lacks["constants"] = "one that no query sees changes its logits"
+    calls = calls_of(lens, tokens[:1, :2])
     for layer, constant in constants.items():
-        lens.with_constants({layer: constant}).hidden(tokens[:1, :2], on_heads=received)
+        called_again(lens.with_constants({layer: constant}), layer, calls[layer], (1, 2), received)

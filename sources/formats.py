@@ -21,11 +21,12 @@ import safetensors
 import sentencepiece
 import torch
 
-from lib.files import LARGEST_TOKENIZER, check_regular, read_bytes, read_json
+from lib.files import LARGEST_TOKENIZER, check_regular, read_bytes, read_json, sha256
 from lib.settings import UserError, from_values, is_first_process
 from model import ModelConfig, Transformer
 from sources.gguf import GGUF, LazyTensor
 
+CONVERTED = Path(__file__).parents[1] / "models" / "converted"  # what .gguf files hold, as folders
 OURS = "bornbiased"  # model_type of what only model.py can say, and the mark of what was saved here
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training scripts put the weights
@@ -115,6 +116,11 @@ def as_user_error(path):
 def is_gguf(place):
     """Is a place a .gguf file, whatever its name?"""
     return isfile(place) and (place.suffix == ".gguf" or beginning(place).startswith("GGUF"))
+
+
+def converted_place(path):
+    """The folder to which a .gguf file is converted, by its content."""
+    return CONVERTED / sha256(path)
 
 
 @functools.lru_cache(8)

@@ -205,7 +205,7 @@ class Pass:
     def leave(self, block, inputs, output) -> None:
         self.is_inside = False
         if self.on_state is not None:
-            self.on_state(self.layer, output if isinstance(output, Tensor) else output[0])
+            self.on_state(self.layer, tensor_of(output))
 
     def attend(self, own, module, q, k, v, attention_mask=None, *more, **settings):
         """A layer's attention: what its own function returns, or what `on_heads` makes of it."""
@@ -287,6 +287,11 @@ def standing_between(interface, function):
         yield
     finally:
         interface.get_interface = usual
+
+
+def tensor_of(output):
+    """The stream that a block returns, alone or before other things."""
+    return output if isinstance(output, Tensor) else output[0]
 
 
 def with_first(constant, x):

@@ -31,8 +31,7 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from lib.files import atomic_folder, sha256
-from lib.results import ROOT
+from lib.files import atomic_folder
 from lib.settings import UserError, is_first_process
 from sources.check import check
 from sources.formats import (
@@ -40,6 +39,7 @@ from sources.formats import (
     TOKEN_TABLE,
     as_user_error,
     contents,
+    converted_place,
     folder_of,
     open_gguf,
     packed_error,
@@ -47,7 +47,6 @@ from sources.formats import (
 )
 from sources.lens import Lens, shape_of
 
-CONVERTED = ROOT / "models" / "converted"
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 LARGE = 2**30  # bytes of weights whose size is told
 DROPPED = ("quantization_config", "fusion_config", "distributed_config", "auto_map", "transformers_weights")
@@ -184,7 +183,7 @@ def quiet():
 
 def converted(path):
     """The folder of what a .gguf file holds, in the formats of transformers; the first call writes it."""
-    folder = CONVERTED / sha256(path)
+    folder = converted_place(path)
     if exists(folder):
         return folder
     header = open_gguf(path)

