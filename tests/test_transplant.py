@@ -1,5 +1,7 @@
 """sinks.py transplant: constants, their effects, and the saved model, by plain loops and transformers."""
 
+import re
+import runpy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -7,16 +9,20 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
-from conftest import KINDS, assert_refused, random_model, run_here
+import transformers
+from conftest import KINDS, ROOT, assert_refused, random_model, run_here
 from safetensors import safe_open
 from test_sinks import saved
 
 from lib.files import read_json
 from measure import attention
+from measure.constants import read_constants
 from measure.rounding import rounded_inputs
-from measure.units import Activity, observe, zero_units
+from measure.units import Activity, alpha_and_loss, observe, zero_units
+from reproduce.architectures import build
 from reproduce.interventions import cases_and_controls
 from sinks import TransplantSettings, effects, sink_statistics, transplants
 from sources import checkpoint
@@ -191,3 +197,37 @@ def test_constants_are_kept_in_a_file(tmp_path, monkeypatch):
     assert_refused(run_here("sinks", "transplant", *words, *save), "expected a new file")
     long = ("--model", "tiny_llama@1", "--sequence-length", "256", "--out", "out")
     assert_refused(run_here("sinks", "transplant", *long), "expected 1 to 255")  # and a token in front
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma3_text", "gpt_neox"])
+def test_lines_of_the_docs_use_the_file(model_type, tmp_path, monkeypatch):
+    """docs/sinks.md's lines, as they stand: plain transformers has our attention and loss, and writes on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sources.inputs.SOURCE_CHARACTERS", 20_000)
+    theirs = build(model_type)
+    theirs.config.sliding_window = 64  # more than is read
+    theirs.save_pretrained("model")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    coder = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    coder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=coder).save_pretrained("model")
+    words = ("--model", "model", "--sequence-length", "16", "--num-sequences", "4", "--num-constants", "4")
+    done = run_here("sinks", "transplant", *words, "--save", "cure.safetensors", "--out", "out")
+    assert done.returncode == 0, done.stderr
+    page = (ROOT / "docs/sinks.md").read_text()
+    (lines,) = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)
+    Path("lines.py").write_text(lines)
+    found = runpy.run_path("lines.py")
+    tokens, output, written = found["tokens"], found["output"], found["written"]
+    assert tokens.shape == (1, 40) and written.shape == (1, 60)  # bytes
+    lens = checkpoint.load("model")
+    lens = attention.with_constants(lens, read_constants(Path("cure.safetensors"), lens))
+    alpha = attention.attention_to(lens, tokens, (0, 2))
+    weights = torch.stack(output.attentions, dim=1).sum(3)  # (1, L, H, 1 + T)
+    expected = weights[..., [0, 2]] / torch.tensor([40, 39])  # queries that see them
+    torch.testing.assert_close(alpha, expected, rtol=0, atol=1e-5)  # float32 sums in another order
+    assert output.loss.item() == pytest.approx(alpha_and_loss(lens, tokens)[2]["loss"], rel=1e-5)
+    for _ in range(20):
+        following = lens.unembed(lens.hidden(tokens, last_only=True)).argmax(1)
+        tokens = torch.cat((tokens, following[None]), dim=1)
+    assert torch.equal(tokens, written)
