@@ -25,12 +25,12 @@ from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
+from measure.constants import read_constants, save_constants
 from measure.rounding import rounded_losses
 from measure.units import alpha_and_loss, by_token, observe, watch, zero_units
 from model import Transformer
-from sources.checkpoint import check_lengths, chosen_models, save, shortest_context
+from sources.checkpoint import check_lengths, chosen_models, shortest_context
 from sources.inputs import TextSettings, bos_of, read_tokens, text_of
-from sources.tokenizers import load_tokenizer
 
 EPSILON = 0.3  # a head is a sink head of a sequence if its alpha_1 there is above this (arXiv 2410.10781)
 
@@ -98,6 +98,7 @@ class Settings(TextSettings):
     model: tuple[str, ...] = ("smollm2",)  # names of the Hub, folders, files, presets, PRESET@SEED
     seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
     sequence_length: at_least(2) = 64  # tokens in a sequence (Gu et al.: 64)
+    constants: str | None = None  # file of transplant's --save: models are measured with these
 
 
 @dataclass
@@ -114,7 +115,7 @@ class TransplantSettings(Settings):
     sequence_length: tuple[at_least(2), ...] = (64,)  # tokens in a sequence
     num_sequences: at_least(2) = 32  # sequences, for T up to 64; for longer ones fewer, down to 4
     num_constants: at_least(1) = 16  # sequences of docstrings whose first tokens give the constants
-    save: str | None = None  # new folder for the model with its constants
+    save: str | None = None  # new file for the constants, .safetensors
 
 
 def measure_models(name, paper, settings: Settings, measure, *more):
@@ -130,7 +131,10 @@ def measure_models(name, paper, settings: Settings, measure, *more):
         named = {"checkpoint": spec.label}
         if bos_of(settings, spec) is not None:
             named["bos"] = bos_of(settings, spec)
-        found = measure(experiment.settings, spec, spec.load(experiment.device, experiment.dtype), *more)
+        model = spec.load(experiment.device, experiment.dtype)
+        if settings.constants is not None:
+            model = attention.with_constants(model, read_constants(Path(settings.constants), model))
+        found = measure(experiment.settings, spec, model, *more)
         for key, rows in found.items():
             lists[key] += [named | row for row in rows]
     lists["rows"] = [row | {"text": texts[0]} for row in lists["rows"]]
@@ -236,7 +240,9 @@ def transplant_cases(model, transplanted, activity, others):
 def transplant(settings: TransplantSettings, cases_of=transplant_cases):
     """Does a constant end the sink? Heads get position 1's mean key and value (ours; minutes)"""
     if settings.save and (len(settings.model) > 1 or Path(settings.save).exists()):
-        raise UserError(f"--save {settings.save}: expected a new folder, and one model")
+        raise UserError(f"--save {settings.save}: expected a new file, and one model")
+    if settings.constants is not None:
+        raise UserError("transplant measures constants of its own: leave out --constants")
     experiment, lists = measure_models("transplant", "ours, after SO", settings, transplants, cases_of)
     columns = ("checkpoint", "kind", "sequence_length", "sink_rate", "alpha1", "constant_alpha")
     columns += ("builder_activation", "disparity", "largest", "loss", "loss_from_ninth", "loss_8bit_tensor")
@@ -248,18 +254,16 @@ def transplant(settings: TransplantSettings, cases_of=transplant_cases):
 @torch.inference_mode()
 def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_cases):
     """A row for each length and case, `layers` for the figure; `chain` and `first_tokens` of some cases."""
-    if spec.config.explicit_sink:
-        raise UserError(f"{spec.label} has an explicit sink already")
-    if settings.save and not spec.is_ours:
-        raise UserError("--save: only models of model.py can keep their constants")
     check_lengths(settings.sequence_length, spec.config.context_length - 1)  # and a token in front
     lists = defaultdict(list)
     for T in settings.sequence_length:
         tokens, others = measured_and_others(settings, spec, T)
-        transplanted = attention.with_constants(model, attention.constants_at(model, others))
+        constants = attention.constants_at(model, others)
+        transplanted = attention.with_constants(model, constants)
         if settings.save and T == settings.sequence_length[0]:
-            tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None
-            save(Path(settings.save), transplanted, tokenizer=tokenizer)
+            facts = {"model": spec.label, "position": 1, "bos": bos_of(settings, spec)}
+            facts["text"] = "docstrings" if spec.tokenizer_file else "random tokens"
+            save_constants(Path(settings.save), constants, **facts)
         activity = observe(model, tokens)
         builder = activity.builders(activity.layer, 1)[0]
         cases = cases_of(model, transplanted, activity, others)

@@ -95,9 +95,11 @@ def constants_at(model, tokens: Tensor, position=1):
 def with_constants(model, constants, layers=None):
     """The same weights in the same memory, with explicit sinks in some layers, by default in all.
 
-    Their keys and values are `constants`, by layer (G, Dh) each.
+    Their keys and values are `constants`, by layer (G, Dh) each. UserError where a model takes none.
     """
     check_seen(model, "constants")
+    if model.config.explicit_sink:
+        raise UserError("the model has an explicit sink already")
     constants = {layer: pair for layer, pair in constants.items() if layers is None or layer in layers}
     if not isinstance(model, Transformer):
         return model.with_constants(constants)

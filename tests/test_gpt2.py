@@ -82,5 +82,3 @@ def test_every_script_on_what_the_hub_serves(tmp_path, monkeypatch, capsys):
             assert done.returncode == 0, done.stderr
         too_long = run_here("sinks", "rate", "--model", "org/gpt2", "--sequence-length", 65)
         assert_refused(too_long, "--sequence-length 65: expected 1 to 64")
-        saved = run_here("sinks", "transplant", "--model", "org/gpt2", "--save", "saved", *length)
-        assert_refused(saved, "only models of model.py")

@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 from lib.settings import UserError
+from measure.attention import constants_at
+from measure.constants import read_constants, save_constants
 from reproduce.architectures import build, errors_of
 from sources import check as checks
 from sources import strangers
@@ -71,6 +73,20 @@ def test_constants_are_a_cache_of_one_entry(lens):
             torch.testing.assert_close(alpha[..., p], expected, rtol=0, atol=1e-6)
         left = 1 - weights[..., 1:].sum((-1, -2)) / WITHIN  # the constant's, and a learned sink's
         torch.testing.assert_close(alpha[..., 0], left, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "deepseek_v3", "bamba"])
+def test_constants_return_from_a_file(model_type, tmp_path):
+    """Of grouped queries; of latent attention, whose keys are wider than values; of a hybrid's few layers."""
+    file = tmp_path / "cure.safetensors"
+    lens = Lens(build(model_type))
+    constants = constants_at(lens, lens.probe_tokens(WITHIN))
+    assert [*constants] == lens.attending
+    save_constants(file, constants, model="tiny")
+    for layer, pair in read_constants(file, lens).items():
+        assert all(torch.equal(x, y) for x, y in zip(pair, constants[layer], strict=True))
+    with pytest.raises(UserError, match="of another model: keys.[01] is"):
+        read_constants(file, Lens(build("gpt_oss" if model_type == "bamba" else "bamba")))
 
 
 def test_replaced_heads_reach_the_stream(lens):

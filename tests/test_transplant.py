@@ -1,5 +1,7 @@
 """sinks.py transplant: constants, their effects, and the saved model, by plain loops and transformers."""
 
+import re
+import runpy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -7,20 +9,22 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import KINDS, assert_refused, random_model, run_here
-from safetensors.torch import load_file
+from conftest import KINDS, ROOT, assert_refused, random_model, run_here
+from safetensors import safe_open
 from test_sinks import saved
 
-import init
 from lib.files import read_json
 from measure import attention
+from measure.constants import read_constants
 from measure.rounding import rounded_inputs
-from measure.units import Activity, observe, zero_units
+from measure.units import Activity, alpha_and_loss, observe, zero_units
+from reproduce.architectures import build
 from reproduce.interventions import cases_and_controls
-from sinks import TransplantSettings, effects, transplants
+from sinks import TransplantSettings, effects, sink_statistics, transplants
 from sources import checkpoint
 from sources.inputs import random_tokens
 
@@ -160,46 +164,70 @@ def test_rows_are_what_their_kinds_say(tmp_path):
     assert first["builder_activation"] == pytest.approx(active, rel=1e-4)
 
 
-def test_a_transplanted_model_is_a_checkpoint(tmp_path, monkeypatch):
-    """Saved, it is measured and compared."""
+def test_constants_are_kept_in_a_file(tmp_path, monkeypatch):
+    """Saved, they are those that were measured, and a model is measured with them."""
     monkeypatch.chdir(tmp_path)
     model = random_model(KINDS["llama_gqa"])
     checkpoint.save(Path("model"), model)
+    checkpoint.save(Path("sunk"), random_model(replace(KINDS["llama_gqa"], explicit_sink=True)))
     words = ("--model", "model", "--sequence-length", "12", "--num-sequences", "5", "--device", "cpu")
-    done = run_here("sinks", "transplant", *words, "--save", "saved", "--out", "out")
+    done = run_here("sinks", "transplant", *words, "--save", "cure.safetensors", "--out", "out")
     assert done.returncode == 0, done.stderr
-    assert read_json(Path("out/transplant.json"))["rows"][0]["checkpoint"] == "model"
-    changed = checkpoint.load("saved")
-    tokens = random_tokens(0, range(21), 12, 97)
-    key, value = attention.constants_at(model, tokens[5:])[2]
-    assert torch.equal(changed.model.layers[1].self_attn.sink_key, key.flatten())
-    assert torch.equal(changed.model.layers[1].self_attn.sink_value, value.flatten())
-    assert run_here("sinks", "rate", *words, "--model", "saved", "--out", "out").returncode == 0
-    assert read_json(Path("out/rate.json"))["rows"][0]["constant_alpha"] > 0
-    assert run_here("seedprint", "compare", "model", "saved", "--out", "out").returncode == 0
-    assert read_json(Path("out/compare.json"))["rows"][0]["verdict"] == "same birth"
-    for more, said in (("--save", "saved"), "expected a new folder"), (("--model", "saved"), "explicit sink"):
-        assert_refused(run_here("sinks", "transplant", *words, *more, "--out", "out"), said)
+    tokens, others = random_tokens(0, range(21), 12, 97).split((5, 16))
+    measured = attention.constants_at(model, others)
+    with safe_open("cure.safetensors", "pt") as file:
+        told = {"model": "model", "text": "random tokens", "position": "1", "bos": "None"}
+        assert file.metadata() == told
+        assert {*file.keys()} == {f"{part}.{layer}" for part in ("keys", "values") for layer in range(3)}
+        for layer, (key, value) in measured.items():
+            assert torch.equal(file.get_tensor(f"keys.{layer - 1}"), key[None, :, None])
+            assert torch.equal(file.get_tensor(f"values.{layer - 1}"), value[None, :, None])
+    given = ("--constants", "cure.safetensors", "--out", "out")
+    assert run_here("sinks", "rate", *words, *given).returncode == 0
+    expected, _ = sink_statistics(attention.with_constants(model, measured), tokens)
+    (row,) = read_json(Path("out/rate.json"))["rows"]
+    assert row["mean_alpha1"] == expected["mean_alpha1"]
+    assert row["constant_alpha"] == expected["constant_alpha"] > 0
+    refusals = {"tiny_gpt2": "of another model: keys.0", "sunk": "explicit sink"}
+    for other, said in refusals.items():
+        assert_refused(run_here("sinks", "rate", *words, *given, "--model", other), said)
+    assert_refused(run_here("sinks", "rate", *words, "--constants", "none", "--out", "out"), "is missing")
+    assert_refused(run_here("sinks", "transplant", *words, *given), "leave out --constants")
+    save = ("--save", "cure.safetensors", "--out", "out")
+    assert_refused(run_here("sinks", "transplant", *words, *save), "expected a new file")
     long = ("--model", "tiny_llama@1", "--sequence-length", "256", "--out", "out")
     assert_refused(run_here("sinks", "transplant", *long), "expected 1 to 255")  # and a token in front
 
 
-@pytest.mark.parametrize("name, T", [("llama_gqa", 1), ("llama_gqa", 530), ("qwen2", 60)])
-def test_for_transformers_it_is_a_cache_of_one_entry(name, T, tmp_path):
-    """As docs/sinks.md has it: logits of a model with constants are those of its origin behind a cache."""
-    transplanted = random_model(replace(KINDS[name], explicit_sink=True))
-    checkpoint.save(tmp_path / "transplanted", transplanted)
-    checkpoint.save(tmp_path / "origin", init.variant(transplanted, explicit_sink=False))
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "origin").eval()
-    constants = load_file(tmp_path / "transplanted/model.safetensors")
-    tokens = random_tokens(0, range(1), T, 97)
-    cache = transformers.DynamicCache()
-    for layer in range(model.config.num_hidden_layers):
-        name = f"model.layers.{layer}.self_attn.sink_"
-        shape = (1, model.config.num_key_value_heads, 1, -1)
-        cache.update(constants[name + "key"].view(shape), constants[name + "value"].view(shape), layer)
-    positions = torch.arange(tokens.shape[1])[None]  # the first token stays at position 0
-    with torch.no_grad():
-        theirs = model(tokens, past_key_values=cache, position_ids=positions).logits
-        # another order of float32 sums
-        torch.testing.assert_close(transplanted(tokens), theirs, rtol=1e-4, atol=1e-4)
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma3_text", "gpt_neox"])
+def test_lines_of_the_docs_use_the_file(model_type, tmp_path, monkeypatch):
+    """docs/sinks.md's lines, as they stand: plain transformers has our attention and loss, and writes on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sources.inputs.SOURCE_CHARACTERS", 20_000)
+    theirs = build(model_type)
+    theirs.config.sliding_window = 64  # more than is read
+    theirs.save_pretrained("model")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    coder = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    coder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=coder).save_pretrained("model")
+    words = ("--model", "model", "--sequence-length", "16", "--num-sequences", "4", "--num-constants", "4")
+    done = run_here("sinks", "transplant", *words, "--save", "cure.safetensors", "--out", "out")
+    assert done.returncode == 0, done.stderr
+    page = (ROOT / "docs/sinks.md").read_text()
+    (lines,) = re.findall(r"```python\n(import torch\n.*?)```", page, re.DOTALL)
+    Path("lines.py").write_text(lines)
+    found = runpy.run_path("lines.py")
+    tokens, output, written = found["tokens"], found["output"], found["written"]
+    assert tokens.shape == (1, 40) and written.shape == (1, 60)  # bytes
+    lens = checkpoint.load("model")
+    lens = attention.with_constants(lens, read_constants(Path("cure.safetensors"), lens))
+    alpha = attention.attention_to(lens, tokens, (0, 2))
+    weights = torch.stack(output.attentions, dim=1).sum(3)  # (1, L, H, 1 + T)
+    expected = weights[..., [0, 2]] / torch.tensor([40, 39])  # queries that see them
+    torch.testing.assert_close(alpha, expected, rtol=0, atol=1e-5)  # float32 sums in another order
+    assert output.loss.item() == pytest.approx(alpha_and_loss(lens, tokens)[2]["loss"], rel=1e-5)
+    for _ in range(20):
+        following = lens.unembed(lens.hidden(tokens, last_only=True)).argmax(1)
+        tokens = torch.cat((tokens, following[None]), dim=1)
+    assert torch.equal(tokens, written)
