@@ -1,4 +1,4 @@
-"""What can a hostile or damaged folder, or a bad command line, do? Some 15 cases, a line each.
+"""What can a hostile or damaged folder, or a bad command line, do? Some 20 cases, a line each.
 
     python tests/hostile.py            # all of them: a minute
     python tests/hostile.py 8          # every eighth
@@ -68,6 +68,11 @@ def make_templates(root: Path) -> None:
     train.train(train.Settings(**TRAINING, data=str(root / "data"), out=str(root / "run")))
     model = init.newborn(ModelConfig(500, 64, 2, 2, 32, 48, num_kv_heads=1), 1)
     checkpoint.save(root / "checkpoint", model, tokenizer=data.TokenData(root / "data").tokenizer)
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=500, **sizes)).save_pretrained(root / "stranger")
+    shutil.copy(root / "checkpoint/tokenizer.model", root / "stranger")
 
 
 def put(name: str, make: Callable) -> Callable:
@@ -101,11 +106,24 @@ def cut(raw: bytearray) -> bytearray:
     return raw[: len(raw) // 2]
 
 
+CODE = {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
 FOLDERS = [  # the script and its words, what is copied, its damage; False: it is not surely a mistake
     (COMPARE, "checkpoint", "config.json a pipe", put("config.json", os.mkfifo)),
     (COMPARE, "checkpoint", "a path of code", with_json("config.json", auto_map={"M": "evil.py"}), False),
     (PROBE, "checkpoint", "weights cut", changed("model.safetensors", cut)),
     (RATE, "checkpoint", "tokenizer of 30 GB", put("tokenizer.model", sparse)),
+    (RATE, "stranger", "a path of code", with_json("config.json", **CODE), False),
+    (RATE, "stranger", "code of a new type", with_json("config.json", model_type="evil", **CODE)),
+    (
+        RATE,
+        "stranger",
+        "attention of the Hub",
+        with_json("config.json", _attn_implementation="a/kernel"),
+        False,
+    ),
+    (PROBE, "stranger", "layers without end", with_json("config.json", num_hidden_layers=10**9)),
+    (PROBE, "stranger", "another width", with_json("config.json", hidden_size=64)),
+    (PROBE, "stranger", "weights cut", changed("model.safetensors", cut)),
     (RESUME, "run", "log of 30 GB", put("metrics.jsonl", sparse)),
     (RESUME, "run", "state a pipe", put("step_0000003/state.json", os.mkfifo), False),
     (TRAIN, "data", "tokenizer outside", with_json("meta.json", tokenizer_file="../outside")),
