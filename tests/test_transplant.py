@@ -113,6 +113,7 @@ def test_selective_builders():
     down = torch.tensor([[1.0, 1.0, -1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])  # (d, d_ff)
     activity = Activity(
         model=SimpleNamespace(down=lambda layer: down),
+        tokens=None,
         state=torch.tensor([[0.0, 0.0], [-100.0, 1.0], [-10.0, 1.0]]),
         disparity=torch.tensor([1.0, 60.0, 20.0]),  # largest after layer 1
         at_1={1: torch.tensor([-50.0, -40.0, 10.0, -0.09]), 2: torch.tensor([-50.0, 0.0, 0.0, 0.0])},
