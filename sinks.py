@@ -1,8 +1,8 @@
-"""Where does a model's attention sink, why, and what ends a sink? (BB 6.2; SO)
+"""Where does a model's attention sink, why, and what moves a sink? (BB 6.2; SO)
 
     python sinks.py                               # `rate`: how many heads of smollm2 sink?
     python sinks.py anatomy                       # what singles position 1 out, layer by layer?
-    python sinks.py transplant                    # does a constant key and value end the sink?
+    python sinks.py transplant                    # does it move onto a constant key and value?
 
 Positions count from 1. A head's alpha_k is its weight on position k, averaged over the queries i >= k. A head
 is a sink head of a sequence if its alpha_1 is above 0.3. The sink rate is the share of sink heads, averaged
@@ -33,6 +33,7 @@ from sources.checkpoint import check_lengths, chosen_models, shortest_context
 from sources.inputs import TextSettings, bos_of, read_tokens, text_of
 
 EPSILON = 0.3  # a head is a sink head of a sequence if its alpha_1 there is above this (arXiv 2410.10781)
+ELSEWHERE = 10  # position of a BOS that does not come first
 
 
 def sink_share(alpha: torch.Tensor) -> torch.Tensor:
@@ -174,6 +175,7 @@ def anatomy(settings: Settings):
     experiment, lists = measure_models("anatomy", "SO", settings, dissect)
     for row in [row for row in lists["layers"] if row["builders"]]:
         print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
+    tell_bos(lists.get("bos", ()))
     columns = ("checkpoint", "layer", "disparity", "norm_ratio", "value_ratio", "key_alignment")
     columns += ("effective_rank", "output_tau", "alpha1")
     result = experiment.save(**lists, columns=columns, shown=lists["layers"])
@@ -188,57 +190,124 @@ def dissect(settings: Settings, spec, model):
     activity = observe(model, tokens, with_chain=True)
     units = activity.builders(activity.layer, 10) + activity.removers(5)[::-1]  # the strongest one is last
     lists = {"rows": activity.chain.by_position(), "layers": activity.layer_rows()}
-    return lists | {"builders": activity.describe(units)}
+    lists["builders"] = activity.describe(units)
+    bos = bos_of(settings, spec)
+    if bos is not None and tokens.shape[1] > ELSEWHERE:
+        lists["bos"] = bos_or_position(model, tokens[:, 1:], bos)
+    return lists
 
 
 @dataclass
 class Case:
-    """A model, what it reads in front of the text, and what is measured of it beside its `effects`."""
+    """A model, what it reads of a text, and what is measured of it beside its `effects`."""
 
     kind: str
     model: Transformer
     at_zero: list = field(default_factory=list)  # hidden units at zero, (layer, unit) each
     prefix: list = field(default_factory=list)  # tokens in front of the text
+    place: int = 1  # position that may be a sink; 0 for a constant
+    token: int | None = None  # that stands there, for the text's own
     in_8_bits: bool = False  # losses with inputs in 8 bits: a huge number coarsens all others
     has_chain: bool = False  # the links of SO's chain, and which tokens wake the builder
 
-    def measure(self, tokens, builder, lists, num_bos=0):
-        """Add rows about tokens (n, T), of which the first `num_bos` are no text, to the lists."""
-        key = {"kind": self.kind, "sequence_length": tokens.shape[1]}
-        prefix = tokens.new_tensor(self.prefix).expand(len(tokens), -1)  # (n, 0) or (n, 1)
-        reading = torch.cat((prefix, tokens), dim=1)
-        before = len(self.prefix) + num_bos
+    def reading(self, text):
+        """The tokens that the model reads, (n, T) or (n, 1 + T), of a text (n, T)."""
+        reading = torch.cat((text.new_tensor(self.prefix).expand(len(text), -1), text), dim=1)
+        if self.token is not None:
+            reading[:, self.place - 1] = self.token
+        return reading
+
+    def alpha(self, text):
+        """Attention to the place, (n, L, H)."""
+        parts = attention.batches(self.reading(text))
+        return torch.cat([attention.attention_to(self.model, part, (self.place,))[..., 0] for part in parts])
+
+    def measure(self, text, builder, lists, T):
+        """Add rows about a text, (n, T) or (n, T - 1) without its BOS, to the lists."""
+        key = {"kind": self.kind, "sequence_length": T}
+        reading, before = self.reading(text), len(self.prefix)
         with self.model.hidden_units(zero_units(self.at_zero)):
             row, largest = effects(self.model, reading, builder, before)
+            if self.token is not None:  # losses are not of the text
+                alpha = self.alpha(text)
+                row |= dict.fromkeys(("loss", "loss_first", "loss_from_ninth"))
+                row |= {"position": self.place, "alpha_k": alpha.mean().item()}
+                row["sink_rate_k"] = sink_share(alpha).mean().item()
             if self.in_8_bits:
                 row |= rounded_losses(self.model, reading, before)
             if self.has_chain:
-                links = observe(self.model, tokens, with_chain=True).layer_rows()
+                links = observe(self.model, reading, with_chain=True).layer_rows()
                 lists["chain"] += [key | link for link in links]
-                lists["first_tokens"] += [key | token for token in by_token(self.model, tokens, builder)]
+                lists["first_tokens"] += [key | token for token in by_token(self.model, text, builder)]
         lists["rows"].append(key | row)
         lists["layers"] += [key | {"layer": layer, "largest": size} for layer, size in largest.items()]
 
 
-def transplant_cases(model, transplanted, activity, others):
+def transplant_cases(model, moved, activity, others, bos):
     """The model with a token in front of the text or none, with constants or builders at zero, and with both.
 
+    A model that was trained with BOS reads it in front where it is unchanged, and has constants in its place.
     The builders at zero are chosen on the windows that are measured. A token in front, like constants, gives
     the text's first one something to attend to: losses are best compared with that case.
     """
     units = activity.selective()
     tokens = others.unique().tolist()
-    return [
-        Case("unchanged", model, in_8_bits=True, has_chain=True),
-        Case("builders at zero", model, units, in_8_bits=True),
-        Case("transplanted", transplanted, in_8_bits=True, has_chain=True),
-        Case("transplanted, builders at zero", transplanted, units, in_8_bits=True),
+    begin = [] if bos is None else [bos]
+    cases = [
+        Case("unchanged", model, prefix=begin, in_8_bits=True, has_chain=True),
+        Case("builders at zero", model, units, prefix=begin, in_8_bits=True),
+        Case("moved", moved, in_8_bits=True, has_chain=True),
+        Case("moved, builders at zero", moved, units, in_8_bits=True),
         Case("token in front", model, prefix=[tokens[len(tokens) // 2]], in_8_bits=True),
+    ]
+    return cases if bos is None else cases + bos_cases(model, others[:, 1:], bos)
+
+
+def bos_cases(model, texts, bos):
+    """No BOS; constants of the first tokens of texts (n, T) in its place; BOS within the text."""
+    of_first = attention.with_constants(model, attention.constants_at(model, texts))
+    return [
+        Case("no BOS", model, has_chain=True),
+        Case("constants of first tokens", of_first, place=0),
+        Case(f"BOS at position {ELSEWHERE}", model, place=ELSEWHERE, token=bos),
     ]
 
 
+def bos_or_position(model, text, bos):
+    """A row for each layer and case: attention to BOS, to position 1 without it, or to a constant.
+
+    Constants are those of BOS, and those of the first tokens of the same text (n, T).
+    """
+    of_bos = attention.with_constants(model, attention.constants_at(model, text.new_tensor([[bos]])))
+    cases = [Case("BOS first", model, prefix=[bos]), Case("BOS's constants, no BOS", of_bos, place=0)]
+    rows = []
+    for case in progress(cases + bos_cases(model, text, bos), desc="bos", unit=" cases", leave=False):
+        alphas = case.alpha(text).cpu()  # (n, L, H)
+        for layer, alpha in enumerate(alphas.unbind(1), start=1):
+            row = {"kind": case.kind, "place": case.place, "layer": layer, "alpha": alpha.mean().item()}
+            rows.append(row | {"sink_rate": (alpha > EPSILON).float().mean().item()})
+    return rows
+
+
+def tell_bos(rows) -> None:
+    """Print a sentence for each model of `bos_or_position`: does it sink on BOS, or on position 1?"""
+    rates = defaultdict(lambda: defaultdict(list))  # by model and kind, those of layers
+    for row in rows:
+        rates[row["checkpoint"]][row["kind"]].append(100 * row["sink_rate"])
+    for label, by_kind in rates.items():
+        kinds = ("BOS first", f"BOS at position {ELSEWHERE}", "no BOS")
+        first, elsewhere, without = [np.mean(by_kind[kind]) for kind in kinds]
+        on_token, on_position = elsewhere >= first / 2, without >= first / 2
+        if on_position:
+            where = "on both BOS and position 1" if on_token else "on position 1, whatever stands there"
+        else:
+            where = "on BOS, wherever it stands" if on_token else "on BOS at position 1 alone"
+        said = f"{first:.1f} % of heads sink on BOS at position 1, {elsewhere:.1f} % on BOS at {ELSEWHERE}"
+        print(f"{label} sinks {where}: {said}, and {without:.1f} % on position 1 without BOS")
+
+
 def transplant(settings: TransplantSettings, cases_of=transplant_cases):
-    """Does a constant end the sink? Heads get position 1's mean key and value (ours; minutes)"""
+    """Does the sink move onto a constant? Heads get position 1's mean key and value (ours; minutes)"""
     if settings.save and (len(settings.model) > 1 or Path(settings.save).exists()):
         raise UserError(f"--save {settings.save}: expected a new file, and one model")
     if settings.constants is not None:
@@ -255,20 +324,24 @@ def transplant(settings: TransplantSettings, cases_of=transplant_cases):
 def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_cases):
     """A row for each length and case, `layers` for the figure; `chain` and `first_tokens` of some cases."""
     check_lengths(settings.sequence_length, spec.config.context_length - 1)  # and a token in front
+    bos = bos_of(settings, spec)
+    if bos is not None and min(settings.sequence_length) <= ELSEWHERE:
+        raise UserError(f"--sequence-length: expected {ELSEWHERE + 1} at least, with BOS")
     lists = defaultdict(list)
     for T in settings.sequence_length:
         tokens, others = measured_and_others(settings, spec, T)
         constants = attention.constants_at(model, others)
-        transplanted = attention.with_constants(model, constants)
+        moved = attention.with_constants(model, constants)
         if settings.save and T == settings.sequence_length[0]:
             facts = {"model": spec.label, "position": 1, "bos": bos_of(settings, spec)}
             facts["text"] = "docstrings" if spec.tokenizer_file else "random tokens"
             save_constants(Path(settings.save), constants, **facts)
         activity = observe(model, tokens)
         builder = activity.builders(activity.layer, 1)[0]
-        cases = cases_of(model, transplanted, activity, others)
+        text = tokens if bos is None else tokens[:, 1:]
+        cases = cases_of(model, moved, activity, others, bos)
         for case in progress(cases, desc="transplant", unit=" cases", leave=False):
-            case.measure(tokens, builder, lists, 0 if bos_of(settings, spec) is None else 1)
+            case.measure(text, builder, lists, T)
     return lists
 
 

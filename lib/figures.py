@@ -184,10 +184,10 @@ def draw_chain(path, rows) -> None:
 
 def draw_transplants(path, rows, layers) -> None:
     """Draw the stream's largest number by layer, a panel for each model, as it is and with constants."""
-    kinds = ("unchanged", "transplanted", "transplanted, builders at zero")
+    kinds = ("unchanged", "moved", "moved, builders at zero")
     layers = [layer for layer in layers if layer["sequence_length"] == rows[0]["sequence_length"]]
     points = [layer for layer in layers if layer["kind"] in kinds]
-    question = "Does a constant to attend to end the sink?"
+    question = "Is anything massive left where the sink moves onto a constant?"
     keys = {"x": "layer", "y": "largest", "series": "kind", "panel": "checkpoint", "style": ".-"}
     curves(points, path, question, **keys, log="y", ylabel="largest |number| of the stream")
 

@@ -20,8 +20,9 @@ from measure.attention import Chain, Means, batches, check_seen, disparity
 # The first prediction has one token to go by, and gains from anything in front of the text; the next seven
 # have two to eight. Losses of models with and without something in front are compared from the ninth on.
 PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))
-SELECTIVITY = 20  # a *selective* builder is at least so many times as active at position 1 as elsewhere,
-LEAST_SHARE = 0.001  # and makes at least this share of the dimension (ours)
+SELECTIVITY = 20  # a *selective* builder contributes so many times what it does elsewhere at least,
+LEAST_SHARE = 0.001  # and at least this share of the dimension (ours)
+FEW = 16  # sequences that tell what a unit contributes elsewhere, where a norm follows
 LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles disparity, to above this (ours)
 
 
@@ -44,11 +45,12 @@ class Activity:
 
     The sink's dimension after a layer is that of the stream's largest |number| at position 1. A unit's
     contribution is its activation times its down weight to that dimension, times the sign there. Where a norm
-    follows, what it makes of the sum is shared out like this. *Builders* contribute most, *removers* take
-    most away (ours).
+    follows, it is the unit's share of this sum, times what the layer's units add to the stream there.
+    *Builders* contribute most, *removers* take most away (ours).
     """
 
     model: object
+    tokens: Tensor  # what was read, (n, T)
     state: Tensor  # stream at position 1, (L + 1, d), the input first
     disparity: Tensor  # disparity of that stream, (L + 1,)
     at_1: dict[int, Tensor]  # by layer: activations at position 1, (d_ff,)
@@ -91,15 +93,32 @@ class Activity:
         return ranked(added, max(1, min(count, positive)))
 
     def selective(self):
-        """The builders of LEAST_SHARE or more that are active at position 1 alone, the strongest first."""
+        """The builders of LEAST_SHARE or more that build at position 1 alone, the strongest first."""
         needed = LEAST_SHARE * self.state[self.layer].abs().max()
         chosen, count = {}, 0
         for layer, added in self.contributions(self.layer, self.layer).items():
-            is_active_at_1 = self.at_1[layer].abs() >= SELECTIVITY * self.elsewhere[layer]
-            is_selective = is_active_at_1 & (added >= needed)
+            is_selective = added >= needed
+            if is_selective.any():
+                is_selective &= added >= SELECTIVITY * self.contributions_elsewhere(layer)
             chosen[layer] = added * is_selective
             count += int(is_selective.sum())
         return ranked(chosen, count)
+
+    @torch.inference_mode()
+    def contributions_elsewhere(self, layer):
+        """Mean |contribution| of a layer's units, (d_ff,), to `self.layer`'s dimension from position 2 on."""
+        dimension = self.dimension(self.layer)
+        weights = self.model.down(layer)[dimension].float().cpu()
+        if layer not in self.added:
+            return self.elsewhere[layer] * weights.abs()
+        total = 0
+        for part in batches(self.tokens[:FEW]):
+            state, _ = after_layer(self.model, layer, part)
+            without, units = after_layer(self.model, layer, part, is_silent=True)
+            written = (units @ weights)[:, 1:]  # (B, T - 1), in front of the norm
+            scale = ((state - without)[:, 1:, dimension] / written).nan_to_num(0, 0, 0)  # what the norm does
+            total += torch.einsum("btf,bt->f", units[:, 1:].abs(), scale.abs()) / written.shape[1]
+        return total * weights.abs() / len(self.tokens[:FEW])
 
     def num_needed(self, layer, share):
         """How many builders make a share of the dimension after a layer."""
@@ -166,25 +185,25 @@ def observe(model, tokens: Tensor, with_chain=False) -> Activity:
     states = means.stack("state")
     added = {}
     for layer in model.normed_layers:
-        added[layer] = states[layer] - state_without_units(model, layer, tokens[:, :1])
-    return Activity(model, states, means.stack("disparity"), **units, added=added, chain=chain)
+        kept = Means(len(tokens))
+        for part in batches(tokens[:, :1]):
+            kept.add("state", layer, after_layer(model, layer, part, is_silent=True)[0][:, 0])
+        added[layer] = states[layer] - kept.of["state"][layer]
+    return Activity(model, tokens, states, means.stack("disparity"), **units, added=added, chain=chain)
 
 
-def state_without_units(model, layer, tokens):
-    """The mean stream (d,) after a layer whose units are at zero, of tokens (n, 1)."""
-    means = Means(len(tokens))
+def after_layer(model, layer, tokens, is_silent=False):
+    """The stream (B, T, d) after a layer, which may lack its units, and these units (B, T, d_ff)."""
+    states, parts = {}, {}
 
-    def on_state(at, x):
+    def on_units(at, units, first):
         if at == layer:
-            means.add("state", layer, x[:, 0].float())
+            parts[first] = units.float().cpu()
+            return torch.zeros_like(units) if is_silent else None
 
-    def silence(at, units, first):
-        return torch.zeros_like(units) if at == layer else None
-
-    with model.hidden_units(silence):
-        for part in batches(tokens):
-            model.hidden(part, on_state=on_state)
-    return means.of["state"][layer]
+    with model.hidden_units(on_units):
+        model.hidden(tokens, on_state=lambda at, x: states.update({at: x}) if at == layer else None)
+    return states[layer].float().cpu(), torch.cat([parts[first] for first in sorted(parts)], dim=-1)
 
 
 def joined(parts):

@@ -82,6 +82,14 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "smollm2/wikitext/transplant": f"{TRANSPLANT} --model smollm2 {LONG} --text {WIKITEXT}",
     "qwen2.5-coder-0.5b/transplant": f"{TRANSPLANT} --model {SMALL} {LONG}",
     "qwen2.5-coder-0.5b/wikitext/transplant": f"{TRANSPLANT} --model {SMALL} {LONG} --text {WIKITEXT}",
+    "gemma-3-270m/rate": f"sinks.py rate --model {GEMMA} {FEW} --sequence-length 64",
+    "gemma-3-270m/anatomy": f"sinks.py anatomy --model {GEMMA} {FEW}",
+    "gemma-3-270m/silence": f"-m reproduce.interventions silence --model {GEMMA} {FEW}",
+    "gemma-3-270m/transplant": f"sinks.py transplant --model {GEMMA} --num-sequences 12",
+    "gemma-3-270m/wikitext/transplant": f"sinks.py transplant --model {GEMMA} --num-sequences 12 "
+    f"--text {WIKITEXT}",
+    "models/bos": f"-m reproduce.interventions bos --model smollm2 {SMALL} {LARGE} {GEMMA} "
+    f"--num-sequences 12 --text {WIKITEXT}",
     "models/transplant": FOUR_CASES,
     "models/wikitext/transplant": f"{FOUR_CASES} --text {WIKITEXT}",
     "bench": "-m reproduce.bench",

@@ -4,7 +4,7 @@ python -m reproduce.interventions silence       # which hidden units build the s
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -243,33 +243,61 @@ def by_first_token(settings: Settings, spec, model):
     return {"rows": rows}
 
 
+@torch.inference_mode()
+def bos(settings: Settings):
+    """Does a model sink on BOS, or on position 1? BOS first, elsewhere, or not at all (ours; minutes)"""
+    experiment, lists = measure_models("bos", "ours", settings, with_and_without_bos)
+    sinks.tell_bos(lists["rows"])
+    columns = ("checkpoint", "kind", "place", "layer", "alpha", "sink_rate")
+    result = experiment.save(**lists, columns=columns)
+    question = "Does a model sink on BOS, or on position 1?"
+    keys = {"x": "layer", "y": "alpha", "series": "kind", "panel": "checkpoint", "style": ".-"}
+    label = "attention to BOS, constant or position 1"
+    curves(lists["rows"], experiment.folder / "bos.png", question, **keys, ylabel=label)
+    return result
+
+
+def with_and_without_bos(settings: Settings, spec, model):
+    """The rows of `sinks.bos_or_position`."""
+    if settings.sequence_length <= sinks.ELSEWHERE:
+        raise UserError(
+            f"--sequence-length {settings.sequence_length}: expected {sinks.ELSEWHERE + 1} at least"
+        )
+    settings = replace(settings, bos="always")
+    number = bos_of(settings, spec)
+    if number is None:
+        raise UserError(f"{spec.label}: expected a model with a tokenizer, and no --first-token")
+    tokens = read_tokens(settings, spec, settings.sequence_length)
+    return {"rows": sinks.bos_or_position(model, tokens[:, 1:], number)}
+
+
 def transplant(settings: TransplantSettings):
-    """Does any constant end the sink? The cases of sinks.py, and controls (ours; minutes)"""
+    """Does the sink move onto any constant? The cases of sinks.py, and controls (ours; minutes)"""
     return sinks.transplant(settings, partial(cases_and_controls, settings.input_seed))
 
 
-def cases_and_controls(seed, model, transplanted, activity, others):
+def cases_and_controls(seed, model, moved, activity, others, bos):
     """More cases: other tokens in front, other builders, constants in some layers, and wrong constants.
 
     If constants of layer 1 suffice, or of the layers up to the dimension's first jump, the chain breaks where
     it begins. If those of position 2, of other heads or drawn ones suffice, any constant would do.
     """
-    cases = sinks.transplant_cases(model, transplanted, activity, others)
+    cases = sinks.transplant_cases(model, moved, activity, others, bos)
     tokens = others.unique().tolist()
     for token in (tokens[len(tokens) // 4], tokens[3 * len(tokens) // 4]):
         cases.append(Case(f"token in front: {token}", model, prefix=[token]))
     builders = activity.builders(activity.layer, activity.num_needed(activity.layer, share=0.99))
-    if set(builders) != set(activity.selective()):
-        cases.append(Case("builders of 99 % at zero", model, builders))
+    if set(builders) != set(cases[1].at_zero):
+        cases.append(Case("builders of 99 % at zero", model, builders, cases[0].prefix))
 
     def add(kind, constants, layers=None):
         cases.append(Case(kind, with_constants(model, constants, layers)))
 
     constants = constants_at(model, others)  # by layer: (G, Dh) each
     jump = (activity.jumps() or [activity.layer])[0]
-    add("transplanted, layer 1", constants, [1])
-    add(f"transplanted, layers 1 to {jump}", constants, range(1, jump + 1))
-    add(f"transplanted, from layer {jump + 1}", constants, range(jump + 1, model.config.num_layers + 1))
+    add("moved, layer 1", constants, [1])
+    add(f"moved, layers 1 to {jump}", constants, range(1, jump + 1))
+    add(f"moved, from layer {jump + 1}", constants, range(jump + 1, model.config.num_layers + 1))
     add("constants of position 2", constants_at(model, others, position=2))
     if max(len(key) for key, _ in constants.values()) > 1:
         rolled = {layer: (key.roll(1, 0), value.roll(1, 0)) for layer, (key, value) in constants.items()}
@@ -293,6 +321,7 @@ def drawn_like(constants, generator):
 COMMANDS = {
     "intervene": Command(intervene, InterveneSettings()),
     "silence": Command(silence, SilenceSettings()),
+    "bos": Command(bos, Settings()),
     "first": Command(first, Settings()),
     "transplant": Command(transplant, TransplantSettings()),
 }

@@ -1,16 +1,19 @@
 """Models of other families through the lens, against transformers on the same weights; what is refused."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from scipy.stats import spearmanr
 from transformers import DynamicCache
 
 from lib.settings import UserError
 from measure.attention import constants_at
 from measure.constants import read_constants, save_constants
+from measure.units import after_layer, observe, zero_units
 from reproduce.architectures import build, errors_of
 from sources import check as checks
 from sources import strangers
@@ -121,6 +124,35 @@ def test_parts_that_are_not_seen_are_named():
         lens = Lens(build(model_type))
         checks.check(lens)
         assert lens.lacks.keys() == {part}
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_builders_behind_a_norm(model_type):
+    """Each unit of a layer alone at zero: what the stream loses at position 1 has the builders' order."""
+    lens = Lens(build(model_type))
+    checks.check(lens)
+    tokens = lens.probe_tokens()[:1]
+    activity = observe(lens, tokens)
+    activity = replace(activity, disparity=torch.tensor([0, 0, 1, 0, 0]))  # the sink's layer is 2
+    state = activity.state[2]
+    dimension = activity.dimension(2)
+    added = activity.contributions(2)[2]
+    units, seen, lost = [], [], []
+    norm = lens.model.model.layers[1].post_feedforward_layernorm
+    norm.register_forward_hook(lambda norm, inputs, output: seen.append(output[0] / inputs[0][0]))  # (T, d)
+    with lens.hidden_units(lambda layer, values, _: units.append(values[0])):
+        lens.hidden(tokens)
+    each = units[1] * lens.down(2)[dimension] * seen[0][:, [dimension]] * state[dimension].sign()  # (T, F)
+    # float32 differences of a stream of 1
+    torch.testing.assert_close(added, each[0], rtol=1e-3, atol=1e-5)
+    expected = each[1:].abs().mean(0)
+    torch.testing.assert_close(activity.contributions_elsewhere(2), expected, rtol=1e-3, atol=1e-5)
+    for unit in range(len(added)):
+        with lens.hidden_units(zero_units([(2, unit)])):
+            without, _ = after_layer(lens, 2, tokens)
+        lost.append((state - without[0, 0])[dimension] * state[dimension].sign())
+    assert torch.stack(lost).argmax() == added.argmax()
+    assert spearmanr(torch.stack(lost), added).statistic > 0.98  # the norm of all others changes a little
 
 
 # ---- from a folder -----------------------------------------------------------------------------------------

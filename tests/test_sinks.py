@@ -224,7 +224,7 @@ def test_what_a_model_reads(text):
 
 
 COMMANDS = [("sinks", name) for name in sinks.COMMANDS if name]
-COMMANDS += [("reproduce.interventions", name) for name in interventions.COMMANDS]
+COMMANDS += [("reproduce.interventions", name) for name in interventions.COMMANDS if name != "bos"]
 
 
 @pytest.mark.parametrize("script, name", COMMANDS)
@@ -241,6 +241,25 @@ def test_commands(script, name, text, tmp_path):
     models = {(row["checkpoint"], row["text"]) for row in result["rows"]}
     read = text.file if name == "intervene" else text.data
     assert models == {(text.model, read), ("text_sink@5", read)}
+
+
+def test_models_that_begin_with_bos(text, tmp_path):
+    """`transplant` and `anatomy` measure more of them, and `bos` of any with a tokenizer."""
+    words = ("--model", text.model, "--num-sequences", 4, "--sequence-length", 20, "--out", tmp_path)
+    for script, name, more in (
+        ("sinks", "anatomy", ("--bos", "always")),
+        ("sinks", "transplant", ("--bos", "always", "--num-constants", 4)),
+        ("reproduce.interventions", "bos", ()),
+    ):
+        done = run_here(script, name, *words, *more)
+        assert done.returncode == 0, done.stderr
+        result = read_json(tmp_path / f"{name}.json")
+        said = f"{text.model} sinks on"
+        assert (said in done.stdout) == (name != "transplant")
+        rows = result["bos" if name == "anatomy" else "rows"]
+        assert {"no BOS", "constants of first tokens", "BOS at position 10"} <= {row["kind"] for row in rows}
+    for more in (("--first-token", "3"), ("--sequence-length", 10)):
+        assert_refused(run_here("reproduce.interventions", "bos", *words, *more), "expected")
 
 
 @pytest.mark.parametrize(

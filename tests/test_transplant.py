@@ -15,8 +15,10 @@ import torch.nn.functional as F
 import transformers
 from conftest import KINDS, ROOT, assert_refused, random_model, run_here
 from safetensors import safe_open
-from test_sinks import saved
+from test_attention import explicit, mean_of_queries
+from test_sinks import NEAR, saved
 
+import sinks
 from lib.files import read_json
 from measure import attention
 from measure.constants import read_constants
@@ -117,6 +119,7 @@ def test_selective_builders():
     down = torch.tensor([[1.0, 1.0, -1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])  # (d, d_ff)
     activity = Activity(
         model=SimpleNamespace(down=lambda layer: down),
+        tokens=None,
         state=torch.tensor([[0.0, 0.0], [-100.0, 1.0], [-10.0, 1.0]]),
         disparity=torch.tensor([1.0, 60.0, 20.0]),  # largest after layer 1
         at_1={1: torch.tensor([-50.0, -40.0, 10.0, -0.09]), 2: torch.tensor([-50.0, 0.0, 0.0, 0.0])},
@@ -141,7 +144,7 @@ def test_rows_are_what_their_kinds_say(tmp_path):
     changed = attention.with_constants(model, means)
     turned = {layer: [x[[1, 0]] for x in pair] for layer, pair in means.items()}
     other_heads = attention.with_constants(model, turned)
-    models = {"transplanted": changed, "unchanged": model, "constants of other heads": other_heads}
+    models = {"moved": changed, "unchanged": model, "constants of other heads": other_heads}
     for kind, measured in models.items():
         expected, _ = effects(measured, tokens, builder, 0)
         assert rows[kind, 12].items() >= expected.items()
@@ -151,7 +154,7 @@ def test_rows_are_what_their_kinds_say(tmp_path):
     assert rows["builders of 99 % at zero", 12].items() >= expected.items()
     with rounded_inputs(changed, "token"):
         expected, _ = effects(changed, tokens, builder, 0)
-    assert rows["transplanted", 12]["loss_8bit_token"] == expected["loss"]
+    assert rows["moved", 12]["loss_8bit_token"] == expected["loss"]
     front = [row for (kind, T), row in rows.items() if kind.startswith("token in front") and T == 12]
     assert len(front) == 3 and all(row["constant_alpha"] == 0 for row in front)
     by_token = [row for row in lists["first_tokens"] if row["sequence_length"] == 12]
@@ -162,6 +165,48 @@ def test_rows_are_what_their_kinds_say(tmp_path):
         model.hidden(tokens[:1])
     active = units[builder[0] - 1][0, 0, builder[1]].abs().item()
     assert first["builder_activation"] == pytest.approx(active, rel=1e-4)
+
+
+def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
+    """Each case put together by hand; losses are of the same text."""
+    model = random_model(KINDS["llama_gqa"])
+    both = random_tokens(0, range(8), 15, 97)
+    both[:, 0] = bos = 3
+    tokens, others = both[:5], both[5:]
+    text = tokens[:, 1:]
+    monkeypatch.setattr(sinks, "bos_of", lambda settings, spec: bos)
+    monkeypatch.setattr(sinks, "measured_and_others", lambda settings, spec, T: (tokens, others))
+    lists = transplants(TransplantSettings(**SETTINGS, sequence_length=(15,)), saved(model, tmp_path), model)
+    rows = {row["kind"]: row for row in lists["rows"]}
+    activity = observe(model, tokens)
+    builder = activity.builders(activity.layer, 1)[0]
+    of_bos = attention.with_constants(model, attention.constants_at(model, tokens))
+    of_first = attention.with_constants(model, attention.constants_at(model, others[:, 1:]))
+    within = text.clone()
+    within[:, 9] = bos
+    for kind, measured, reading, before in (
+        ("unchanged", model, tokens, 1),
+        ("moved", of_bos, text, 0),
+        ("no BOS", model, text, 0),
+        ("constants of first tokens", of_first, text, 0),
+    ):
+        expected, _ = effects(measured, reading, builder, before)
+        assert {name: rows[kind][name] for name in expected} == pytest.approx(expected, rel=1e-5)  # float32
+    alpha = mean_of_queries(explicit(model, within), 10)  # (n, L, H)
+    found = rows["BOS at position 10"]
+    assert found["alpha_k"] == pytest.approx(alpha.mean().item(), abs=NEAR)
+    assert found["sink_rate_k"] == pytest.approx((alpha > 0.3).double().mean().item())
+    assert found["loss"] is None
+    by_layer = {(row["kind"], row["layer"]): row for row in sinks.bos_or_position(model, text, bos)}
+    first = mean_of_queries(explicit(model, tokens), 1)
+    for layer in (1, 2, 3):
+        found = by_layer["BOS at position 10", layer]
+        assert found["alpha"] == pytest.approx(alpha[:, layer - 1].mean().item(), abs=NEAR)
+        assert found["sink_rate"] == pytest.approx((alpha[:, layer - 1] > 0.3).double().mean().item())
+        found = by_layer["BOS first", layer]
+        assert found["alpha"] == pytest.approx(first[:, layer - 1].mean().item(), abs=NEAR)
+    constant = np.mean([by_layer["BOS's constants, no BOS", layer]["alpha"] for layer in (1, 2, 3)])
+    assert constant == pytest.approx(rows["moved"]["constant_alpha"], abs=NEAR)
 
 
 def test_constants_are_kept_in_a_file(tmp_path, monkeypatch):
