@@ -310,8 +310,6 @@ def transplant(settings: TransplantSettings, cases_of=transplant_cases):
     """Does the sink move onto a constant? Heads get position 1's mean key and value (ours; minutes)"""
     if settings.save and (len(settings.model) > 1 or Path(settings.save).exists()):
         raise UserError(f"--save {settings.save}: expected a new file, and one model")
-    if settings.constants is not None:
-        raise UserError("transplant measures constants of its own: leave out --constants")
     experiment, lists = measure_models("transplant", "ours, after SO", settings, transplants, cases_of)
     columns = ("checkpoint", "kind", "sequence_length", "sink_rate", "alpha1", "constant_alpha")
     columns += ("builder_activation", "disparity", "largest", "loss", "loss_from_ninth", "loss_8bit_tensor")

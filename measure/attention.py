@@ -99,7 +99,7 @@ def with_constants(model, constants, layers=None):
     """
     check_seen(model, "constants")
     if model.config.explicit_sink:
-        raise UserError("the model has an explicit sink already")
+        raise UserError("the model has an explicit sink, or --constants, already")
     constants = {layer: pair for layer, pair in constants.items() if layers is None or layer in layers}
     if not isinstance(model, Transformer):
         return model.with_constants(constants)

@@ -2,6 +2,8 @@
 
 import contextlib
 
+from torch import nn
+
 from measure.units import alpha_and_loss
 
 
@@ -24,10 +26,32 @@ def rounded_inputs(model, scale):
 
     def hook(module, inputs):
         (x,) = inputs  # (B, T, d)
-        step = x.abs().amax(dims, keepdim=True).clamp(min=1e-30) / 127
-        return (x / step).round() * step
+        return rounded(x, dims)
 
     with contextlib.ExitStack() as stack:
         for module in model.linears:
             stack.enter_context(module.register_forward_pre_hook(hook))
         yield
+
+
+@contextlib.contextmanager
+def rounded_weights(model, scale):
+    """Within this context the blocks' projections have 8-bit weights.
+
+    With `token` each output of a matrix has its own step; with `tensor` one step serves the matrix.
+    """
+    usual = {module: module.weight.data for module in model.linears}
+    try:
+        for module, weight in usual.items():
+            inputs = 1 if isinstance(module, nn.Linear) else 0  # a Conv1D's matrix is (in, out)
+            module.weight.data = rounded(weight, {"token": inputs, "tensor": (0, 1)}[scale])
+        yield
+    finally:
+        for module, weight in usual.items():
+            module.weight.data = weight
+
+
+def rounded(x, dims):
+    """Numbers as -127 to 127 times a step, the same along `dims`."""
+    step = x.abs().amax(dims, keepdim=True).clamp(min=1e-30) / 127
+    return (x / step).round() * step

@@ -19,7 +19,7 @@ Shapes: B sequences, T positions, d width, H heads, G key-value heads, D head si
 
 import contextlib
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -120,7 +120,7 @@ class Lens:
             logits = self.model(input_ids=tokens, use_cache=False, return_dict=True).logits
         finally:
             del self.trunk.forward
-        return logits.view(*states.shape[:-1], -1)
+        return logits.view(*states.shape[:-1], logits.shape[-1])  # of no states, too
 
     def summed_loss(self, states: Tensor, targets: Tensor) -> Tensor:
         """The summed loss in nats of targets (n,) after final states (n, d)."""
@@ -165,6 +165,7 @@ class Lens:
     def with_constants(self, constants, are_hidden=False) -> "Lens":
         """The same model with a key and a value, (G, D) each, in front of position 1 in some layers."""
         other = copy.copy(self)
+        other.config = replace(self.config, explicit_sink=True)
         other.constants = constants
         other.hides_constants = are_hidden
         return other

@@ -47,6 +47,7 @@ def test_loss_is_the_models_own(lens):
     states = lens.hidden(tokens)[:, :-1].flatten(0, 1)
     loss = lens.summed_loss(states, tokens[:, 1:].flatten()) / len(states)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert lens.summed_loss(states[:0], tokens.flatten()[:0]) == 0
 
 
 @torch.no_grad()

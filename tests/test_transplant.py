@@ -237,7 +237,7 @@ def test_constants_are_kept_in_a_file(tmp_path, monkeypatch):
     for other, said in refusals.items():
         assert_refused(run_here("sinks", "rate", *words, *given, "--model", other), said)
     assert_refused(run_here("sinks", "rate", *words, "--constants", "none", "--out", "out"), "is missing")
-    assert_refused(run_here("sinks", "transplant", *words, *given), "leave out --constants")
+    assert_refused(run_here("sinks", "transplant", *words, *given), "or --constants, already")
     save = ("--save", "cure.safetensors", "--out", "out")
     assert_refused(run_here("sinks", "transplant", *words, *save), "expected a new file")
     long = ("--model", "tiny_llama@1", "--sequence-length", "256", "--out", "out")
