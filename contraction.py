@@ -92,10 +92,7 @@ class NewbornExperiment(Experiment):
 
 
 def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **options) -> None:
-    """Draw column y over column x as <experiment>.png, a colour for each value of the column `series`.
-
-    `theories` maps columns, drawn dashed, to their legends. Options are those of lib.figures.curves.
-    """
+    """Draw column y over column x as <experiment>.png; other arguments are those of lib.figures.curves."""
     if series != "model" and len({row.get("model") for row in rows}) > 1:
         rows = [row | {series: f"{row['model']}, {row[series]}"} for row in rows]
     path = experiment.folder / f"{experiment.name}.png"

@@ -1,9 +1,9 @@
-"""Which exercises of lesson/README.md are solved?
+"""Check the exercises of lesson/README.md.
 
     python -m lesson.check          # all; exit status 0 if all are solved, 1 if not
     python -m lesson.check 3        # one
 
-Answers stand in lesson/answers/1.py to 8.py, each a function whose docstring says what is given and wanted.
+Answers go into lesson/answers/1.py to 8.py: a function each, whose docstring says what is given and wanted.
 """
 
 import copy
@@ -42,13 +42,13 @@ VOCABULARY = 4096  # of every tiny preset
 
 @dataclass
 class Settings:
-    """Which exercises are checked."""
+    """Which exercises to check."""
 
     exercise: tyro.conf.Positional[Literal[*range(9)]] = 0  # its number in lesson/README.md; 0: all
 
 
 def check_answers(settings: Settings) -> None:
-    """Print a line for each exercise, and end with status 0 if all are solved."""
+    """Print a line for each exercise; exit with status 0 if all are solved."""
     print("a check takes some seconds, that of 7 half a minute")
     faults = 0
     for exercise in [settings.exercise] if settings.exercise else CHECKS:
@@ -59,7 +59,7 @@ def check_answers(settings: Settings) -> None:
 
 
 def grade(exercise):
-    """Is an exercise solved? And what was seen, or what is wrong, in one sentence."""
+    """Whether an exercise is solved, and what was found, in one sentence."""
     path = str(ANSWERS / f"{exercise}.py")
     place = f"lesson/answers/{exercise}.py"
     name, check = CHECKS[exercise]
@@ -80,13 +80,13 @@ def grade(exercise):
 
 
 def expect(is_right, fault) -> None:
-    """UserError with the fault, unless all is right."""
+    """UserError with the fault, unless it is right."""
     if not is_right:
         raise UserError(fault)
 
 
 def expect_tensor(value, shape) -> None:
-    """UserError, unless a student's function returned a float tensor of this shape, and finite."""
+    """UserError unless a student's function returned a finite float tensor of this shape."""
     is_right = isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == shape
     expect(is_right, f"it has to be a float tensor of shape {tuple(shape)}")
     expect(value.isfinite().all(), "not all of the numbers are finite")
@@ -107,14 +107,14 @@ def trained_child(seed):
 
 
 def fair_activation(activation):
-    """1. Which activation has no favourite? Unrelated inputs must leave one layer, and all, with cosine 0."""
+    """1. An activation without a favourite: unrelated inputs must leave one layer, and all, with cosine 0."""
     z = torch.linspace(-3, 3, 61)
     expect_tensor(activation(z), z.shape)
     expect(not torch.allclose(activation(z), z.tanh(), atol=1e-3), "tanh is there already")
-    kernel = hermite_kernel(activation)  # (64,): shares of its constant, straight and curved parts
+    kernel = hermite_kernel(activation)  # (64,): its constant, straight and curved parts
     curved = kernel[2:].sum() / kernel[1:].sum()  # tanh has 0.07, asinh 0.015
     expect(curved > 0.01, "it is close to a straight line, which makes an MLP one matrix")
-    s = math.sqrt(PRESETS["tiny_fair"].d_model) * 0.02  # the standard deviation of a pre-activation
+    s = math.sqrt(PRESETS["tiny_fair"].d_model) * 0.02  # std of a pre-activation
     kernel = hermite_kernel(lambda z: activation(s * z))
     cosine = kernel[0] / kernel.sum()  # GELU's is 0.05, however small it is multiplied
     expect(cosine < 0.003, f"its mean output gives unrelated inputs a cosine of {cosine:.3f} in one layer")
@@ -125,12 +125,12 @@ def fair_activation(activation):
 
 
 def shared_part(shared):
-    """2. What do all states share? Each row must have a cosine of 0.9 with the mean of 150 sequences."""
+    """2. What all states share: each row must have a cosine of 0.9 with the mean of 150 sequences."""
     model = newborn(replace(PRESETS["tiny_gpt2"], mlp="relu"), 100)
     tokens = random_tokens(0, range(150), LENGTH, VOCABULARY)
     means = []
     states = model.hidden(tokens, last_only=True, on_state=lambda layer, x: means.append(x[:, -1].mean(0)))
-    model.hidden = None  # the weights alone are to tell
+    model.hidden = None  # only the weights may be used
     predicted = shared(model)
     expect_tensor(predicted, (model.config.num_layers, model.config.d_model))
     cosine, layer = F.cosine_similarity(predicted, torch.stack(means[1:]), dim=1).min(0)
@@ -143,7 +143,7 @@ def shared_part(shared):
 
 
 def relu_step(relu_cosine):
-    """3. What does a wide ReLU layer make of a cosine? Those of twelve layers, and of opposite inputs."""
+    """3. A cosine after a wide ReLU layer: for twelve layers, and for opposite inputs."""
     for c, exact in [(-1.0, 0.0), *itertools.pairwise(relu_recursion(12))]:
         said = float(relu_cosine(c))
         expect(abs(said - exact) < 1e-6, f"relu_cosine({c:.4f}) is {said:.7f}; a wide layer has {exact:.7f}")
@@ -151,11 +151,11 @@ def relu_step(relu_cosine):
 
 
 def child_identified(seed_of):
-    """4. Of which seed is a child? It is born of a new one at each check."""
+    """4. A child's seed, which is new at each check."""
     seed = secrets.randbelow(10_000)
     model = trained_child(seed)
     for parameter in model.parameters():
-        parameter += 0.035 * torch.randn_like(parameter)  # a birth has a std of 0.02: its cosine is 0.5 now
+        parameter += 0.035 * torch.randn_like(parameter)  # initial std 0.02: the cosine is 0.5 now
     with tempfile.TemporaryDirectory() as folder:
         checkpoint.save(Path(folder, "child"), model)
         said = int(seed_of(Path(folder, "child")))
@@ -164,7 +164,7 @@ def child_identified(seed_of):
 
 
 def child_hidden(hide):
-    """5. Can a child be hidden? It must compute the same, with nearly every coordinate elsewhere."""
+    """5. A disguised child: it must compute the same, with nearly every coordinate elsewhere."""
     model = trained_child(1)
     disguised = copy.deepcopy(model)
     hidden = hide(copy.deepcopy(model.state_dict()))
@@ -181,7 +181,7 @@ def child_hidden(hide):
 
 
 def head_at_rest(sleep):
-    """6. Can a newborn's head rest on the first token? alpha_1 must reach 0.9 in each of three newborns."""
+    """6. A head that rests on the first token: alpha_1 must reach 0.9 in each of three newborns."""
     for seed in (5, 6, 7):
         model = newborn("tiny_qwen", seed)
         changed = copy.deepcopy(model)
@@ -201,15 +201,15 @@ def head_at_rest(sleep):
 
 
 def sink_replaced(stand_in):
-    """7. Can one vector do the work of the sink's two units? Nine tenths of the loss must come back."""
+    """7. One vector in place of the sink's two neurons: nine tenths of the loss must come back."""
     spec = checkpoint.parse_spec("smollm2")
     given, fresh = read_tokens(TextSettings(num_sequences=40, device="cpu"), spec, LENGTH).chunk(2)
-    units = [(12, 1229), (12, 1487)]  # which hold the sink up (docs/sinks.md)
+    units = [(12, 1229), (12, 1487)]  # that build the massive activation (docs/sinks.md)
     return units_replaced(stand_in, spec.load(), units, given, fresh)
 
 
 def units_replaced(stand_in, model, units, given, fresh):
-    """What the student's vector brings back of the loss that rises without a layer's units."""
+    """How much of the loss the student's vector brings back, with a layer's neurons ablated."""
     silent = model.ablated(zero_units(units))
     whole = losses(model, fresh)
     rise = losses(silent, fresh) - whole
@@ -230,13 +230,13 @@ def units_replaced(stand_in, model, units, given, fresh):
 
 
 def losses(model, tokens):
-    """The mean loss at each position of tokens (n, T), nats: (T - 1,)."""
+    """The mean loss at each position of tokens (n, T), in nats: (T - 1,)."""
     logits = model.unembed(model.hidden(tokens)[:, :-1])  # (n, T - 1, V)
     return F.cross_entropy(logits.transpose(1, 2), tokens[:, 1:], reduction="none").mean(0)
 
 
 def child_told(is_child):
-    """8. Which shares are a child's? Those of all measured pairs, and five maps that are made of them."""
+    """8. A child's shares: all measured pairs, and five maps made from them."""
     table = read_json(Path(__file__).parents[1] / "results" / "robustness.json")
     maps, strangers = [], []
     for row, layers in zip(table["rows"], table["layers"]):
@@ -258,10 +258,10 @@ def child_told(is_child):
         said = f"{name} is {'a' if is_related else 'no'} child"
         fault = f"{said}; at most {quarters} % of a layer are matched in the quarters of its depth"
         expect(is_child(list(shares)) == is_related, fault)
-    return f"{len(maps)} maps are told rightly"
+    return f"{len(maps)} maps are judged correctly"
 
 
-CHECKS = {  # the function that answers/N.py is asked for, and its check
+CHECKS = {  # the function in answers/N.py, and its check
     1: ("activation", fair_activation),
     2: ("shared", shared_part),
     3: ("relu_cosine", relu_step),

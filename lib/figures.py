@@ -1,4 +1,4 @@
-"""How is a result drawn? What was measured in colour, theory dashed in black, the question as title."""
+"""Draw results: measurements in colour, theory dashed in black, the question as title."""
 
 import math
 import textwrap
@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator
 from lib.files import atomic_file
 from lib.runtime import rank
 
-BLUE = "#0072B2"  # this palette is safe for the colour-blind (Okabe and Ito)
+BLUE = "#0072B2"  # a palette for the colour-blind (Okabe and Ito)
 VERMILION = "#D55E00"
 COLOURS = (BLUE, VERMILION, "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.prop_cycle": cycler(color=COLOURS)}
@@ -20,7 +20,7 @@ DASHES = ("--", ":")  # of the first theory, and the second
 
 
 def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
-    """A figure with its title, and a (rows, columns) grid of axes of `width` times `height` inches."""
+    """A figure with a title, and a (rows, columns) grid of axes of `width` by `height` inches."""
     rcParams.update(STYLE)
     figure = Figure(figsize=(width * columns + 0.8, height * rows + 0.6), layout="constrained")
     figure.suptitle(textwrap.fill(title, round(11 * width * columns)), fontsize=12)
@@ -28,7 +28,7 @@ def new_figure(title, rows=1, columns=1, width=4.6, height=3.8, **sharing):
 
 
 def save_figure(figure, path, legend=None) -> None:
-    """Rank 0 writes a figure as a PNG, atomically, and below it names what is drawn on axes `legend`."""
+    """Write a figure as a PNG, atomically, on rank 0; below it the legend of the axes `legend`."""
     if rank() > 0:
         return
     if legend is not None:
@@ -36,17 +36,17 @@ def save_figure(figure, path, legend=None) -> None:
         columns = 1 if max(map(len, labels), default=0) > 36 else 3
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     for axis in [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]:
-        if axis.get_scale() == "log":  # numbers, where matplotlib has powers of ten
+        if axis.get_scale() == "log":  # plain numbers, not powers of ten
             low, high = axis.get_view_interval()
-            subs = (1, 2, 5) if high < 1e5 * low else (1,)  # matplotlib draws none of many
+            subs = (1, 2, 5) if high < 1e5 * low else (1,)  # matplotlib drops all if there are many
             axis.set(major_locator=LogLocator(subs=subs), major_formatter="{x:g}", minor_formatter="")
     with atomic_file(path) as temporary, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # no font here has it: a box is drawn
+        warnings.filterwarnings("ignore", "Glyph .* missing from")  # missing in every font: a box is drawn
         figure.savefig(temporary, format="png", dpi=120)
 
 
 def short_names(names):
-    """What to call the models of one figure: of paths the last part, unless two have the same."""
+    """Short names for the models of a figure: the last part of a path, unless two are equal."""
     shown = [str(name).split("/")[-1].removesuffix(".gguf") for name in names]
     return shown if len(set(shown)) == len(set(names)) else names
 
@@ -54,10 +54,10 @@ def short_names(names):
 def curves(
     points, path, title, *, x, y, series, panel="", theories=(), band="", log="", style="o-", **options
 ) -> None:
-    """Draw `y` over `x`, one colour for each value of `series`, one panel for each value of `panel`.
+    """Draw `y` over `x`: a colour for each value of `series`, a panel for each value of `panel`.
 
-    `theories` maps the keys of theories, drawn dashed, to their legends; a point may have None. `band` is the
-    key of a half width to shade. `log` names logarithmic axes. Options are those of matplotlib's `Axes.set`.
+    `theories` maps keys, drawn dashed, to their legends; a point may have None. `band` is the key of a half
+    width to shade. `log` names the logarithmic axes. Options are those of matplotlib's `Axes.set`.
     """
     panels = unique(points, panel) if panel else [None]
     titles = short_names(panels)
@@ -96,19 +96,19 @@ def curves(
 
 
 def lines_of(points, series):
-    """A label and the points of each name that a series has."""
+    """Yield a label and the points for each value of the key `series`."""
     names = unique(points, series)
     for name, label in zip(names, short_names(names)):
         yield f" {label}", [point for point in points if point[series] == name]  # " ": matplotlib hides _name
 
 
 def unique(points, key):
-    """The values of a key, each once, in the points' order."""
+    """The distinct values of a key, in the points' order."""
     return list(dict.fromkeys(point[key] for point in points))
 
 
 def draw_preferences(path, rows, tokens, dimensions) -> None:
-    """BB Figures 1a and 10, a column for each of six rows: how often each comes first, and uniform draws'."""
+    """Draw BB Figures 1a and 10, a column for each of the first six rows, beside uniform draws."""
     question = "Which tokens does a newborn predict, and which dimensions lead? (dashed: uniform draws)"
     figure, grid = new_figure(question, 3, min(6, len(rows)), width=3.6, height=2.7, sharey="row")
     names = short_names([row["model"] for row in rows])
@@ -129,14 +129,14 @@ def draw_preferences(path, rows, tokens, dimensions) -> None:
 
 
 def draw_counts(axes, percent, counts, uniform, label) -> None:
-    """Draw all counts, in %, and the largest that uniform draws would give."""
+    """Draw all counts in %, and the largest count of uniform draws."""
     numbers = counts.nonzero()[:, 0].numpy()
     axes.vlines(numbers, 0, percent * counts.numpy()[numbers], color=BLUE, lw=1)
     axes.axhline(percent * uniform[0], ls="--", color=VERMILION)
     axes.set(xlabel=label, xlim=(0, len(counts)), ylim=(0, None))
 
 
-LINKS = {  # of SO's chain
+LINKS = {  # SO's chain from averaging to the sink
     "std": "std of aggregated values by position, layer 1",
     "norm": "norm of the stream",
     "disparity": "largest / mean |dimension| of it",
@@ -147,7 +147,7 @@ LINKS = {  # of SO's chain
 
 
 def draw_alpha1(path, rows) -> None:
-    """Draw alpha_1 of every head of every layer, of the length that comes first, a map for each model."""
+    """Draw alpha_1 as a map of layers and heads, one for each model, at the first row's length."""
     T = rows[0]["sequence_length"]
     rows = [row for row in rows if row["sequence_length"] == T]
     figure, (grid,) = new_figure("Where does attention sink on position 1?", 1, len(rows))
@@ -163,7 +163,7 @@ def draw_alpha1(path, rows) -> None:
 
 
 def draw_chain(path, rows) -> None:
-    """Draw the links of SO's chain, one colour per model, of rows by layer and position."""
+    """Draw the links of SO's chain, a colour per model, from rows by layer and position."""
     question = "What singles position 1 out, layer by layer? (dotted: median of the other positions)"
     figure, grid = new_figure(question, 2, 3, height=3)
     for axes, (key, title) in zip(grid.flat, LINKS.items()):
@@ -183,7 +183,7 @@ def draw_chain(path, rows) -> None:
 
 
 def draw_transplants(path, rows, layers) -> None:
-    """Draw the stream's largest number by layer, a panel for each model, as it is and with constants."""
+    """Draw the largest activation of the stream by layer, a panel per model, with and without constants."""
     kinds = ("unchanged", "moved", "moved, builders at zero")
     layers = [layer for layer in layers if layer["sequence_length"] == rows[0]["sequence_length"]]
     points = [layer for layer in layers if layer["kind"] in kinds]
@@ -193,7 +193,7 @@ def draw_transplants(path, rows, layers) -> None:
 
 
 def lineage_figure(path, base, rows, details) -> None:
-    """Draw how much of each suspect's layers is the base's, and which of the base's each is."""
+    """Draw the share of matched neurons in each suspect's layers, and which layers of the base they match."""
     title = f"Which of each suspect's layers are those of {short_names([base])[0]}?"
     figure, grid = new_figure(title, len(rows), 2, width=5.6, height=2.4)
     names = short_names([row["suspect"] for row in rows])
@@ -201,7 +201,7 @@ def lineage_figure(path, base, rows, details) -> None:
         units.set_title(f"{name}: {row['verdict']}", loc="left", fontsize=10, fontweight="bold")
         keys = ("share", "r", "by_chance", "units")
         columns = [[layer[key] for layer in detail["layers"]] for key in keys]
-        share, r, by_chance, num_units = np.array(columns, float)  # of a layer without units None, a gap
+        share, r, by_chance, num_units = np.array(columns, float)  # None, a gap, for a layer without neurons
         places = range(1, len(share) + 1)
         units.plot(places, 100 * share, "o-", label="matched")
         units.plot(places, 100 * r, ".:", label="strength r, in %")
@@ -219,8 +219,8 @@ def lineage_figure(path, base, rows, details) -> None:
 
 
 def family_tree(path, names, closeness, label, left_out, marked) -> None:
-    """Draw models as a tree and a heat map, by `closeness` (n, n); `marked` pairs (n, n) have a circle."""
-    from scipy.cluster.hierarchy import dendrogram, linkage  # half a second, which other figures do not need
+    """Draw models as a tree and a heat map of `closeness` (n, n); `marked` pairs (n, n) get a circle."""
+    from scipy.cluster.hierarchy import dendrogram, linkage  # half a second to import
     from scipy.spatial.distance import squareform
 
     count = len(names)
@@ -246,7 +246,7 @@ def family_tree(path, names, closeness, label, left_out, marked) -> None:
 
 
 def draw_persistence(path, rows) -> None:
-    """Draw Kendall's tau with birth by step, beside a stranger's."""
+    """Draw Kendall's tau with the initialization by step, and with a stranger's."""
     taus = []
     for row in rows[1:]:  # a logarithmic axis has no step 0
         for model, who in (("its own birth", ""), ("another birth", "stranger_")):

@@ -1,4 +1,4 @@
-"""How are files read and written, so that none can hang us, fill the memory, or be half there?"""
+"""Read and write files that are never half there, and never hang us or fill the memory."""
 
 import contextlib
 import glob
@@ -13,29 +13,29 @@ from safetensors import SafetensorError
 
 from lib.settings import UserError
 
-LARGEST = 2**25  # bytes of a file that is read whole; an index of 100,000 shards' tensors has a third of it
-LARGEST_TOKENIZER = 2**26  # bytes; Gemma's has half of it
+LARGEST = 2**25  # bytes of a file that is read whole; an index of 100,000 tensors has a third
+LARGEST_TOKENIZER = 2**26  # bytes; Gemma's has half
 
 
 def check_regular(path, largest=math.inf) -> None:
-    """UserError unless a path, or what it links to, is a regular file (no pipe), not too large."""
+    """UserError unless a path is, or links to, a readable regular file of at most `largest` bytes."""
     if not os.path.exists(path):
         raise UserError(f"{path} is missing")
     if not (os.path.isfile(path) and os.access(path, os.R_OK)):
-        raise UserError(f"cannot read {path}: it is no regular file, or closed to us")
+        raise UserError(f"cannot read {path}: not a regular file, or no permission")
     size = os.path.getsize(path)
     if size > largest:
         raise UserError(f"cannot read {path}: it has {size:,} bytes, expected {largest:,} at most")
 
 
 def read_bytes(path, largest=LARGEST):
-    """What a regular file holds; UserError if it is none, too large, or closed to us."""
+    """The bytes of a regular file; UserError if it is none, too large or not readable."""
     check_regular(path, largest)
     return path.read_bytes()
 
 
 def read_json(path, largest=LARGEST):
-    """The JSON object that a file holds, a dictionary; UserError if it holds anything else."""
+    """The JSON object in a file, a dictionary; UserError for anything else."""
     try:
         values = json.loads(read_bytes(path, largest))
     except (ValueError, RecursionError) as error:
@@ -46,7 +46,7 @@ def read_json(path, largest=LARGEST):
 
 
 def sha256(path):
-    """A regular file's SHA-256, in hexadecimal."""
+    """The SHA-256 of a regular file, in hexadecimal."""
     check_regular(path)
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -54,16 +54,16 @@ def sha256(path):
 
 @contextlib.contextmanager
 def atomic_file(path):
-    """A temporary path that takes the place of `path` when the block is done; `path` survives any failure."""
+    """A context with a temporary path that replaces `path` at the end; on failure `path` stays as it was."""
     host = os.uname().nodename
     temporary = path.with_name(f".{path.name}.{host}.{os.getpid()}.tmp")
     try:
         for left in path.parent.glob(f".{glob.escape(path.name)}.{host}.*.tmp"):
             process = left.name.split(".")[-2]
             if left == temporary or not os.path.exists(f"/proc/{process}"):
-                remove(left)  # of a killed process, which may have had our number
+                remove(left)  # a killed process left it; it may have had our number
         yield temporary
-        if path.is_dir():  # which nothing takes the place of
+        if path.is_dir():  # os.replace does not replace one
             remove(path)
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:
@@ -74,7 +74,7 @@ def atomic_file(path):
 
 @contextlib.contextmanager
 def atomic_folder(path):
-    """A temporary folder that takes the place of `path` when the block is done, safe on the disk."""
+    """A context with a temporary folder that replaces `path` at the end, synced to the disk."""
     with atomic_file(path) as new:
         new.mkdir(parents=True)
         yield new
@@ -84,7 +84,7 @@ def atomic_folder(path):
 
 
 def remove(path) -> None:
-    """Remove a file or a folder, if it is there; a folder at once, so that no half of it is ever seen."""
+    """Remove a file or folder if it exists; a folder is renamed first, so nobody sees half of it."""
     if path.is_dir() and not path.is_symlink():
         doomed = tempfile.mkdtemp(".tmp", ".", path.parent)
         os.rename(path, doomed)
@@ -94,6 +94,6 @@ def remove(path) -> None:
 
 
 def remove_leftovers(folder) -> None:
-    """Remove what killed processes left unfinished in a folder that is ours alone."""
+    """Remove what killed processes left unfinished in a folder of ours."""
     for leftover in folder.glob(".*.tmp"):
         remove(leftover)

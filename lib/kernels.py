@@ -1,6 +1,6 @@
-"""How are attention and rotation computed quickly on a CPU, and a loss in little memory?
+"""Fast attention and rotation on a CPU, and a loss in little memory.
 
-The functions give what `model.causal_attention`, `model.rotate` and torch's cross-entropy say, in tests too.
+Tests compare them with `model.causal_attention`, `model.rotate` and torch's cross-entropy.
 """
 
 import functools
@@ -8,17 +8,17 @@ import functools
 import torch
 import torch.nn.functional as F
 
-CHUNK = 512  # positions whose logits exist at a time: 66 MB at V = 32,000; in large batches a 32nd of them
-FUSED_ON = {"cuda"}  # where a compiled model's loss under autocast is fused
-FUSED_CHUNK = 8192  # positions of such a loss: 524 MB of logits in bfloat16, and as much for their gradient
+CHUNK = 512  # positions whose logits are held at once (66 MB at V = 32,000), or a 32nd of the batch
+FUSED_ON = {"cuda"}  # devices where a compiled model's loss is fused under autocast
+FUSED_CHUNK = 8192  # positions then: 524 MB of logits in bfloat16, and as much for their gradient
 
 
 def rotate(x, cos, sin):
-    """Turn each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
+    """Rotate each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
     half = x.shape[-1] // 2
     cosines = torch.cat((cos, cos), dim=-1)  # (T, 1, Dh)
     turned = x * cosines
-    if x.requires_grad:  # writing to halves in place would cost the backward pass dearly
+    if x.requires_grad:  # in-place writes would slow the backward pass
         sines = torch.cat((-sin, sin), dim=-1)
         swapped = x.roll(half, dims=-1)
         return torch.addcmul(turned, swapped, sines)
@@ -30,7 +30,7 @@ def rotate(x, cos, sin):
 
 
 def causal_attention(q, k, v):
-    """Causal attention of q (B, H, T, Dh) on k and v (B, G, T, Dh), by the quickest way on a CPU."""
+    """Causal attention of q (B, H, T, Dh) on k and v (B, G, T, Dh), the fastest way on a CPU."""
     T = k.shape[2]
     grouped = k.shape[1] < q.shape[1]
     if q.shape[2] == 1:  # the last position's query sees every key
@@ -43,7 +43,7 @@ def causal_attention(q, k, v):
 
 
 def blockwise_attention(q, k, v):
-    """Causal attention as defined, 128 queries at a time: the fused backward pass takes twice as long."""
+    """Plain causal attention, 128 queries at a time: the fused backward pass takes twice as long."""
     B, H, T, Dh = q.shape
     q = q.flatten(0, 1)  # (B H, T, Dh)
     k = k.repeat_interleave(H // k.shape[1], dim=1).flatten(0, 1)
@@ -61,7 +61,7 @@ def blockwise_attention(q, k, v):
 
 
 def halved_attention(q, k, v):
-    """Causal attention in two halves, since the fused kernel skips masked keys in blocks of 512 only."""
+    """Causal attention in two halves, because the fused kernel skips masked keys in blocks of 512 only."""
     T = k.shape[2]
     half = T // 2
     grouped = k.shape[1] < q.shape[1]
@@ -75,18 +75,18 @@ def halved_attention(q, k, v):
 
 
 def summed_cross_entropy(states, head, targets):
-    """The summed loss, in nats, of targets (n,) under the logits of states (n, d) and a head (V, d)."""
+    """The summed cross-entropy, in nats, of targets (n,) given states (n, d) and a head (V, d)."""
     device = states.device.type
     is_fused = device in FUSED_ON and torch.is_autocast_enabled(device) and torch.compiler.is_compiling()
-    loss = torch.compiler.disable(CrossEntropy.apply)  # which would unroll its loop, in a second a turn
+    loss = torch.compiler.disable(CrossEntropy.apply)  # else it unrolls the loop, a second a turn
     return loss(states, head, targets, torch.is_grad_enabled(), is_fused)
 
 
 class CrossEntropy(torch.autograd.Function):
     """F.cross_entropy(F.linear(states, head).float(), targets, reduction="sum"), in less memory.
 
-    That holds n V logits three times over; here a chunk's logits serve the loss and both gradients, which the
-    backward pass only scales, and are forgotten. Products are in autocast's dtype, sums in float32 at least.
+    That holds n V logits three times. Here a chunk's logits give the loss and both gradients, which the
+    backward pass only scales, and are dropped. Products are in autocast's dtype, sums in float32 at least.
     """
 
     @staticmethod
@@ -97,7 +97,7 @@ class CrossEntropy(torch.autograd.Function):
         weight = head.to(dtype)
         size = max(CHUNK, len(states) // 32)
         chunk_loss = plain_chunk
-        if is_fused:  # a product with 50,257 rows takes a GPU half as long again as one with 50,304
+        if is_fused:  # 50,257 rows take a GPU 1.5 times as long as 50,304
             weight = F.pad(weight, (0, 0, 0, -V % 64))  # (W, d)
             size = FUSED_CHUNK
             chunk_loss = compiled(fused_chunk)
@@ -126,7 +126,7 @@ def plain_chunk(logits, targets, V, with_gradient):
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     p = exact.softmax(1)
     log_sum = exact.amax(1) - p.amax(1).log()  # log-sum-exp: the largest p is never 0
-    is_counted = targets >= 0  # a target of -100 is none, as in torch
+    is_counted = targets >= 0  # -100 means no target, as in torch
     wanted = (torch.arange(len(logits), device=logits.device), targets * is_counted)
     loss = torch.where(is_counted, log_sum - exact[wanted], 0).sum()
     if not with_gradient:
@@ -137,7 +137,7 @@ def plain_chunk(logits, targets, V, with_gradient):
 
 
 def fused_chunk(logits, targets, V, with_gradient):
-    """The same of logits (n, W), of which V are tokens', in operations that a compiler makes one pass of."""
+    """The same for logits (n, W), V of them tokens', in operations that a compiler fuses into one pass."""
     token = torch.arange(logits.shape[1], device=logits.device)  # (W,)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     exact = torch.where(token < V, exact, -torch.inf)
@@ -154,5 +154,5 @@ def fused_chunk(logits, targets, V, with_gradient):
 
 @functools.cache
 def compiled(function):
-    """A function that torch compiles when it is first called, for each shape of its tensors anew."""
+    """torch.compile of a function, once for each shape of its tensors."""
     return torch.compile(function, dynamic=False)

@@ -1,4 +1,4 @@
-"""Random numbers that depend on what they are for, and on nothing that was drawn before."""
+"""Random numbers that depend only on what they are for, not on earlier draws."""
 
 import hashlib
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def keyed_generator(*key) -> np.random.Generator:
-    """A generator of numbers that depend on `key` alone: Philox, seeded with the key's 128-bit hash."""
+    """A numpy generator that depends on `key` alone: Philox, seeded with the key's 128-bit hash."""
     text = "/".join(map(str, key))
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))

@@ -1,7 +1,7 @@
-"""How is an experiment's result kept and shown?
+"""Save and print the result of an experiment.
 
-An experiment notes where and when it begins, returns rows, and saves them as <out>/<name>.json: `experiment`,
-`paper` (its source), `settings`, `environment`, `rows` (flat objects), and whatever else its figure reads.
+<out>/<name>.json holds `experiment`, `paper` (its source), `settings`, `environment`, `rows` (flat objects)
+and whatever else its figure reads.
 """
 
 import dataclasses
@@ -25,15 +25,15 @@ from lib.runtime import rank, start, world_size
 from lib.settings import RunSettings, UserError
 
 ROOT = Path(__file__).parent.parent
-HUB_COMMITS = {}  # of each name of the Hub that this process has read
+HUB_COMMITS = {}  # the commit of each Hub name that this process read
 
 
 class Experiment:
-    """An experiment from its beginning to its JSON."""
+    """An experiment, from its start to its JSON."""
 
     @classmethod
     def begin(cls, name, paper, settings: RunSettings):
-        """Join torchrun's processes, choose device and dtype, make the folder --out, and note the time."""
+        """Join torchrun's processes, choose device and dtype, make the folder --out, start the clock."""
         return cls(name, paper, *start(settings))
 
     def __init__(self, name, paper, settings: RunSettings, device, dtype):
@@ -47,7 +47,7 @@ class Experiment:
         self.begun = time.perf_counter()
 
     def save(self, rows, columns=(), shown=None, **more):
-        """Write the JSON, before any figure, print `columns` of the rows `shown`; returns what it holds."""
+        """Write the JSON and print `columns` of the rows `shown` (default: all); returns the result."""
         self.environment["seconds"] = round(time.perf_counter() - self.begun, 2)
         result = {
             "experiment": self.name,
@@ -67,7 +67,7 @@ class Experiment:
 
 
 def environment(device, dtype):
-    """What a result is made with: versions, device, commits, threads and processes."""
+    """What made a result: versions, device, commits, threads and processes."""
     name = platform.machine()
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -82,20 +82,20 @@ def environment(device, dtype):
         "commit": commit(),
         "threads": torch.get_num_threads(),
         "processes": world_size(),
-        "hub": HUB_COMMITS,  # of models that are read later, too
+        "hub": HUB_COMMITS,  # filled while models are read
     }
 
 
 @functools.cache
 def commit():
-    """HEAD's commit, with "-dirty" if any code was changed since; None if this is no checkout."""
+    """HEAD's commit, plus "-dirty" if code has changed since; None outside a git checkout."""
     command = 'git rev-parse HEAD && (git diff --quiet HEAD -- "*.py" || echo -dirty)'
     printed = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
     return "".join(printed.split()) or None
 
 
 def write_json(result, path) -> None:
-    """Write a result, a line for each row: made for reading and for git diff. ValueError for NaN."""
+    """Write a result as JSON with a line per row, for readers and git diff; ValueError for NaN."""
     dump = functools.partial(json.dumps, allow_nan=False, default=np.generic.item)
     parts = []
     for key, value in result.items():
@@ -108,7 +108,7 @@ def write_json(result, path) -> None:
 
 
 def print_rows(rows, columns=()) -> None:
-    """Print rows as a table; of layers and positions 0, the powers of two and the last."""
+    """Print rows as a table; of layers and positions only 0, powers of two and the last."""
     present = dict.fromkeys(name for row in rows for name in row)
     names = [name for name in columns or present if name in present]
     count = len(rows)
@@ -128,9 +128,9 @@ def print_rows(rows, columns=()) -> None:
 
 
 def mean_over_seeds(samples, measured, theories=()):
-    """One row for samples that differ only in `seed` and the columns named here: means of `measured`."""
+    """Average rows that differ only in `seed` and the named columns: means of `measured`, and seed_std."""
     groups = defaultdict(list)
-    named = {"seed", *measured, *theories}  # theories agree but for their last bits
+    named = {"seed", *measured, *theories}  # theories differ in their last bits
     for sample in samples:
         key = tuple(item for item in sample.items() if item[0] not in named)
         groups[key].append(sample)
@@ -144,7 +144,7 @@ def mean_over_seeds(samples, measured, theories=()):
 
 
 def interval(values, name="mean", least=-math.inf, largest=math.inf):
-    """`name`: the mean of n > 1 independent values; `low`, `high`: its 95 % interval, by Student's t."""
+    """The mean of n > 1 independent values as `name`, and its 95 % interval `low`, `high` (Student's t)."""
     values = np.asarray(values, np.float64)
     mean = values.mean()
     spread = values.std(ddof=1)

@@ -1,4 +1,4 @@
-"""Where does a script compute, with whom does it share the work, and how fast could it be?
+"""Devices, and work shared between processes.
 
 Under `torchrun` the same command shares its work among processes; rank 0 prints and writes.
 """
@@ -15,17 +15,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn  # before a group is made: else its functions' defaults keep it alive
+import torch.distributed.nn  # import before a group exists, or its functions' defaults keep it alive
 from tqdm import tqdm
 
 from lib.settings import RunSettings, UserError, meet, mistake_in, raise_first
 
 BATCH_TOKENS = {"cpu": 2048, "cuda": 65_536}  # tokens in a forward pass
-PATIENCE = float(os.environ.get("BORNBIASED_PATIENCE", 86_400))  # seconds that ranks wait for one another
+PATIENCE = float(os.environ.get("BORNBIASED_PATIENCE", 86_400))  # seconds that ranks wait for each other
 
 
 def start(settings: RunSettings):
-    """Join torchrun's processes, choose device and dtype, make the folder `out`; UserError if one cannot be.
+    """Join torchrun's processes, choose device and dtype, and make the folder `out`; UserError on failure.
 
     Returns the settings with device and dtype filled in, the torch.device and the torch.dtype.
     """
@@ -47,7 +47,7 @@ def start(settings: RunSettings):
 
 
 def gathered(value=None):
-    """Each rank's value, a list, when every rank has come here."""
+    """The list of each rank's value; waits for all ranks."""
     values = [value] * world_size()
     if dist.is_initialized():
         dist.all_gather_object(values, value)
@@ -55,7 +55,7 @@ def gathered(value=None):
 
 
 def together(work, *arguments):
-    """What `work(*arguments)` returns on this rank; UserError on all ranks for the mistake of any."""
+    """What `work(*arguments)` returns on this rank; UserError on all ranks if any makes a mistake."""
     result, mistake = None, ""
     try:
         result = work(*arguments)
@@ -68,7 +68,7 @@ def together(work, *arguments):
 
 
 def check_agreement(facts) -> None:
-    """UserError unless all ranks have the same facts, a dictionary."""
+    """UserError unless all ranks have the same `facts`, a dictionary."""
     first, *others = gathered(facts)
     for number, theirs in enumerate(others, start=1):
         for name in first:
@@ -78,7 +78,7 @@ def check_agreement(facts) -> None:
 
 
 def choose_device(name):
-    """The device of `--device`: each local rank has a GPU of its own."""
+    """The torch.device of `--device`: each local rank has its own GPU."""
     if name == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: torch sees no CUDA device here; use --device cpu")
     if name == "cpu" or not torch.cuda.is_available():
@@ -91,40 +91,40 @@ def choose_device(name):
 
 
 def default_batch_size(device, sequence_length):
-    """Sequences in a forward pass, one at least."""
+    """Sequences per forward pass, at least one."""
     return max(1, BATCH_TOKENS[device.type] // sequence_length)
 
 
 def rank():
-    """The number of this process in its group; 0 alone."""
+    """This process's number; 0 without torchrun."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def world_size():
-    """The number of processes in the group; 1 alone."""
+    """The number of processes; 1 without torchrun."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def shard(count):
-    """This rank's shard of range(count): contiguous, every index in exactly one shard."""
+    """This rank's contiguous part of range(count)."""
     return range(count * rank() // world_size(), count * (rank() + 1) // world_size())
 
 
 def sum_over_ranks(tensor):
-    """The element-wise sum of all ranks' tensors, in place."""
+    """Sum a tensor over all ranks, in place."""
     if dist.is_initialized():
         dist.all_reduce(tensor)
     return tensor
 
 
 def progress(*iterable, **keywords):
-    """A tqdm bar on rank 0's stderr; silent where that is no terminal."""
+    """A tqdm bar on rank 0's stderr, if that is a terminal."""
     return tqdm(*iterable, disable=None if rank() == 0 else True, **keywords)
 
 
 @contextlib.contextmanager
 def listening_for_signals():
-    """A list that SIGTERM, SIGINT and SIGUSR1 append to, instead of ending the process."""
+    """A context whose list collects SIGTERM, SIGINT and SIGUSR1, which then do not end the process."""
     received = []
     before = {}
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -137,7 +137,7 @@ def listening_for_signals():
 
 
 def seconds_of(work, *arguments):
-    """Seconds that `work(*arguments)` takes; reading a number of its tensor waits for the device."""
+    """Seconds that `work(*arguments)` takes; reading one number of its tensor waits for the device."""
     begun = time.perf_counter()
     work(*arguments).flatten()[0].item()
     return time.perf_counter() - begun
@@ -145,7 +145,7 @@ def seconds_of(work, *arguments):
 
 @functools.cache
 def matmul_peak(device, dtype):
-    """FLOP/s of large products on all ranks together, the best of ten: the limit of MFU."""
+    """FLOP/s of large matrix products on all ranks together, best of ten: an MFU of 1."""
     size = 8192 if device.type == "cuda" else 2048
     matrix = torch.randn(size, size, device=device).to(dtype)
     seconds = min(seconds_of(torch.nn.functional.linear, matrix, matrix) for _ in range(10))

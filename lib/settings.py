@@ -1,4 +1,4 @@
-"""How do flags, config files and mistakes reach a script?
+"""Flags, config files and users' mistakes.
 
 A script describes its settings once, in a dataclass. tyro makes the flags and `--help` from it:
 
@@ -26,16 +26,16 @@ import torch.distributed as dist
 import tyro
 
 CONFIG_HELP = "\n\nA CONFIG.py before the flags has lines NAME = VALUE."
-MEETING = timedelta(minutes=10)  # how long ranks that have begun wait for one that has not
-LESS = "out of memory: a smaller --micro-batch-size, or --batch-size, takes less"
-REMEDIES = {  # where our surroundings fail: words of the error, and what to do
+MEETING = timedelta(minutes=10)  # how long ranks wait for a rank that has not started
+LESS = "out of memory: try a smaller --micro-batch-size or --batch-size"
+REMEDIES = {  # for failures of the machine: words of the error, and what to do
     "MemoryError": LESS,
     "t allocate memory": LESS,
-    "C++ compiler": "no C++ compiler works here: --no-compile needs none",
-    "C compiler": "no C compiler works here: --no-compile needs none",
-    "Broken pipe": "stdout was closed before all was said: send it to a file",
-    "No space left": "the disk that stdout or a file goes to is full",
-    "wait timeout": "a rank has not come: what does it say itself?",
+    "C++ compiler": "no working C++ compiler: --no-compile needs none",
+    "C compiler": "no working C compiler: --no-compile needs none",
+    "Broken pipe": "stdout was closed too early: redirect it to a file",
+    "No space left": "the disk of stdout or of a file is full",
+    "wait timeout": "a rank did not start: see its own output",
 }
 
 
@@ -44,41 +44,41 @@ class UserError(Exception):
 
 
 class Command(NamedTuple):
-    """What a name in a script's COMMANDS does; "" is meant where none is named."""
+    """A subcommand in a script's COMMANDS; the one named "" is the default."""
 
     function: Callable
-    defaults: object  # the settings of a command line without words
-    complete: Callable | None = None  # settings, names that flags gave, that files gave -> the settings meant
-    has_config: bool = True  # a word that ends in .py, before the flags, is a config file, and run
+    defaults: object  # the settings of an empty command line
+    complete: Callable | None = None  # (settings, names from flags, from files) -> settings
+    has_config: bool = True  # a word ending in .py before the flags is a config file
 
 
 @dataclasses.dataclass
 class OutputSettings:
-    """What every command that writes results is asked."""
+    """Settings of every command that writes results."""
 
     out: str = "out"  # folder that receives the JSON and PNG files
 
 
 @dataclasses.dataclass
 class RunSettings(OutputSettings):
-    """What every command that runs a model is asked."""
+    """Settings of every command that runs a model."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where to compute; auto: cuda, then cpu
     dtype: Literal["float32", "bfloat16"] = "float32"  # number format of the blocks
 
 
 def at_least(least, kind=int):
-    """The type of numbers that are finite, not below `least`, and not absurdly large."""
+    """The type of numbers from `least` to 2^24."""
     return Annotated[kind, msgspec.Meta(ge=least, le=2**24)]
 
 
 def closest(name, choices, cutoff=0.6):
-    """The choice that a name is a slip of; "" if it is like none of them."""
+    """The choice that a misspelt name resembles most; "" if it resembles none."""
     return "".join(difflib.get_close_matches(name, choices, n=1, cutoff=cutoff))
 
 
 def check_choice(name, choices, what) -> None:
-    """UserError, which names the closest choice or all of them, if a name is not one of the choices."""
+    """UserError, naming the closest choice or all of them, if a name is not one of the choices."""
     if name not in choices:
         meant = closest(name, choices)
         hint = f"did you mean {meant}?" if meant else f"choose from {', '.join(choices)}"
@@ -86,14 +86,14 @@ def check_choice(name, choices, what) -> None:
 
 
 def read_command(commands, words, document):
-    """The function that a command line asks for, and its settings; the document is the script's."""
+    """The function and settings that a command line asks for; `document` is the script's docstring."""
     subcommands = [name for name in commands if name]
     name = ""
     if words and words[0] in subcommands:
         name, *words = words
         document = commands[name].function.__doc__
     elif subcommands and words[:1] in (["-h"], ["--help"]):
-        lines = [document.strip(), "", "subcommands, each with a --help of its own:"]
+        lines = [document.strip(), "", "subcommands (each has its own --help):"]
         for subcommand in subcommands:
             lines.append(f"  {subcommand:12} {commands[subcommand].function.__doc__.splitlines()[0]}")
         document = "\n".join(lines)
@@ -114,7 +114,7 @@ def read_command(commands, words, document):
 
 
 def read_settings(defaults, words, document, subcommand="", has_config=True):
-    """The settings of `defaults`, then config files, then flags, and the names that the files give."""
+    """Settings from `defaults`, overridden by config files, then by flags; and the names in the files."""
     before_flags = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
     positional = []
     in_files = set()
@@ -139,7 +139,7 @@ def read_settings(defaults, words, document, subcommand="", has_config=True):
 
 
 def read_config_file(path, defaults):
-    """The settings that a config file gives, `defaults` for what it does not name; and the names it gives."""
+    """`defaults` with the settings of a config file; and the names that the file sets."""
     if not os.path.exists(path):
         check_choice(path, [str(file) for file in Path(path).parent.glob("*.py")], "config file")
     try:
@@ -154,7 +154,7 @@ def read_config_file(path, defaults):
 
 
 def from_values(kind, values, place):
-    """The dataclass `kind` of a place's values; UserError for unknown names, wrong types, strange numbers."""
+    """The dataclass `kind` with these values; UserError for unknown names, wrong types or bad numbers."""
     fields = [field.name for field in dataclasses.fields(kind)]
     for name in values:
         check_choice(name, fields, f"setting in {place}:")
@@ -165,20 +165,20 @@ def from_values(kind, values, place):
 
 
 def is_first_process():
-    """Is this the process that speaks and writes? Under torchrun every rank meets the same mistake."""
+    """Whether this process prints and writes: rank 0 under torchrun."""
     return os.environ.get("RANK", "0") == "0" or not dist.is_torchelastic_launched()
 
 
 def say(text) -> None:
-    """Print a line, at once, from the first process alone."""
+    """Print a line from the first process, at once."""
     if is_first_process():
         print(text, flush=True)
 
 
 def meet(mistake=""):
-    """Wait for torchrun's ranks: their store, this one's number, their count. UserError for any's mistake."""
+    """Wait for torchrun's ranks; returns store, rank, size. UserError if any rank reports a mistake."""
     store, rank, size = next(dist.rendezvous("env://", timeout=MEETING))
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # machines: each of several counts restarts for itself
+    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # several machines count restarts separately
         store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     store.set(f"mistake {rank}", mistake)
     raise_first(store.get(f"mistake {other}").decode() for other in range(size))
@@ -186,14 +186,14 @@ def meet(mistake=""):
 
 
 def raise_first(mistakes) -> None:
-    """UserError for the first of all ranks' mistakes that is not empty."""
+    """UserError for the first rank with a mistake that is not empty."""
     for rank, mistake in enumerate(mistakes):
         if mistake:
             raise UserError(f"rank {rank}: {mistake}" if rank else mistake)
 
 
 def mistake_in(error):
-    """What to say of a user's mistake, or of surroundings that fail; nothing of a fault of the program."""
+    """The message for a user's mistake or a failing machine; "" for a bug of ours."""
     if isinstance(error, UserError):
         return str(error)
     text = f"{type(error).__name__}: {error}".strip()
@@ -202,11 +202,11 @@ def mistake_in(error):
 
 
 def run_script(commands, document) -> None:
-    """Do what the command line asks. Exit status: 0, 2 with one line for a mistake, 1 for anything else."""
+    """Run the command line. Exit status: 0; 2 with one line for a user's mistake; 1 for anything else."""
     script = Path(sys.argv[0]).name
     try:
         if sys.stdout is None:
-            raise UserError("stdout is closed: send it somewhere, as by > log.txt")
+            raise UserError("stdout is closed: redirect it, for example to > log.txt")
         sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # also into a pipe
         function, settings = read_command(commands, sys.argv[1:], document)
         say(f"{script}: {function.__doc__.splitlines()[0]}")
@@ -215,13 +215,13 @@ def run_script(commands, document) -> None:
         mistake = mistake_in(error)
         if not mistake:
             raise
-        if dist.is_torchelastic_launched() and not dist.is_initialized():  # others wait for this rank
+        if dist.is_torchelastic_launched() and not dist.is_initialized():  # the others wait for this rank
             with contextlib.suppress(UserError, RuntimeError, ValueError):
                 meet(mistake)
         if is_first_process():
             line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in mistake[:1000])
             print(f"{script}: {line}", file=sys.stderr)
-        if isinstance(error, OSError):  # what stdout still holds has no place to go
+        if isinstance(error, OSError):  # discard what stdout still holds
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(2)
     finally:

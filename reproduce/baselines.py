@@ -1,7 +1,7 @@
-"""What do four published similarities say of two models? Intrinsic, REEF, PCS and ICS (BB B.3.2)
+"""Four published similarities of two models: intrinsic, REEF, PCS and ICS (BB B.3.2).
 
-Each is a number, and calls two models related from 0.8 on. None says what unrelated models would give, so ask
-for these as well. `python -m reproduce.trainings lineage` asks for all pairs of BB's tables.
+Each calls two models related from 0.8 on. None says what unrelated models give, so compute those as well.
+`python -m reproduce.trainings lineage` does it for all pairs of BB's tables.
 """
 
 import numpy as np
@@ -14,7 +14,7 @@ TABLES = ("model.embed_tokens", "lm_head")
 
 @torch.inference_mode()
 def similarities(a, b, tokens):
-    """All four of two models with attention and MLPs, by name; REEF reads tokens (n, T)."""
+    """All four similarities of two models, by name; REEF reads tokens (n, T)."""
     return {
         "intrinsic": intrinsic(a, b),
         "reef": reef(a, b, tokens),
@@ -24,17 +24,17 @@ def similarities(a, b, tokens):
 
 
 def cosine(x, y):
-    """The cosine of two tensors, all numbers of each in a row."""
+    """The cosine of two flattened tensors."""
     return ((x * y).sum() / x.norm() / y.norm()).item()
 
 
 def layer_weight(model, layer, kind):
-    """A projection of a layer from 0, (out, in) float32; `kind` is "self_attn.q", "mlp.up" and so on."""
+    """A projection, (out, in) float32, of a layer (from 0); `kind` is "self_attn.q", "mlp.up", ..."""
     return model.get_parameter(f"model.layers.{layer}.{kind}_proj.weight").float()
 
 
 def intrinsic(a, b):
-    """Correlation over layers of the standard deviations of W_Q, of W_K, of W_V, of W_O; mean of the four."""
+    """Correlation over layers of the standard deviations of W_Q, W_K, W_V and W_O; mean of the four."""
     correlations = []
     for kind in "qkvo":
         profiles = []
@@ -48,22 +48,22 @@ def intrinsic(a, b):
 
 
 def reef(a, b, tokens):
-    """CKA of the blocks' outputs at the last of tokens (n, T): the mean over layers of one number."""
+    """CKA of the blocks' outputs at the last of tokens (n, T), mean over layers."""
     kernels = zip(block_kernels(a, tokens), block_kernels(b, tokens))
     return np.mean([cosine(x, y) for x, y in kernels])
 
 
 def block_kernels(model, tokens):
-    """Products of all pairs of last states after each block, centred: (L, n, n). Their cosine is CKA."""
+    """Products of all pairs of centered last states after each block, (L, n, n); their cosine is CKA."""
     states = []
     model.hidden(tokens, last_only=True, on_state=lambda layer, x: states.append(x[:, -1].double()))
-    x = torch.stack(states[1:])  # (L, n, d); the first is of the embeddings
+    x = torch.stack(states[1:])  # (L, n, d), without the embeddings
     x = x - x.mean(1, keepdim=True)
     return x @ x.mT
 
 
 def pcs(a, b):
-    """Cosine of all parameters but embeddings and head; gains are born as 1, so strangers are far from 0."""
+    """Cosine of all parameters but embeddings and head; all gains begin at 1, so it is far from 0."""
     parameters = []
     for model in (a, b):
         chosen = [x.double().flatten() for name, x in model.named_parameters() if not name.startswith(TABLES)]
@@ -72,25 +72,25 @@ def pcs(a, b):
 
 
 def ics(a, b):
-    """Cosine of the two models' X M X', centred, X (n, d) embeddings: mean over the invariant terms M."""
+    """Cosine of the models' centered X M X', X (n, d) embeddings, mean over the invariant terms M."""
     n = min(4096, a.config.vocab_size, b.config.vocab_size)
     maps = zip(invariant_maps(a, n), invariant_maps(b, n))
     return np.mean([cosine(x, y) for x, y in maps])
 
 
 def invariant_maps(model, n):
-    """X M X', centred, where M is Q'K, V'O' or U'D' of one of the last two layers, the last first."""
+    """Yield the centered X M X' for M = Q'K, V'O' and U'D' of the last two layers, last first."""
     X = model.model.embed_tokens.weight[:n].float()
     for layer in reversed(range(model.config.num_layers)[-2:]):
         q, k, v, o = (layer_weight(model, layer, f"self_attn.{kind}") for kind in "qkvo")
         up, down = (layer_weight(model, layer, f"mlp.{kind}") for kind in ("up", "down"))
         k, v = (repeat_heads(weight, model.config) for weight in (k, v))
-        for M in (q.T @ k, v.T @ o.T, up.T @ down.T):  # (d, d), of matrices as they are stored
+        for M in (q.T @ k, v.T @ o.T, up.T @ down.T):  # (d, d), of stored matrices
             x = X @ M @ X.T  # (n, n)
             yield x - x.mean()
 
 
 def repeat_heads(weight, config):
-    """Key or value rows (G Dh, d), each head's repeated for the queries that share it: (H Dh, d)."""
+    """Key or value rows (G Dh, d), repeated for the heads that share them: (H Dh, d)."""
     heads = weight.unflatten(0, (config.kv_heads, -1))  # (G, Dh, d)
     return heads.repeat_interleave(config.num_heads // config.kv_heads, 0).flatten(0, 1)

@@ -1,10 +1,10 @@
-"""How fast is it, beside transformers?
+"""Measure our speed beside transformers.
 
     python -m reproduce.bench                         # two to five minutes on 2 cores
     python -m reproduce.bench --device cuda --dtype bfloat16           # compiled, alone on a GPU
 
-`forward` gives random sequences' last final states, `training` does a step of train.py. A transformers model
-of the same shape takes turns with ours, but for a GPT-2 with RoPE, which it has not. Medians, in tokens/s.
+`forward` computes the last final states of random sequences, `training` does a step of train.py. A
+transformers model of the same shape takes turns with ours (it has no GPT-2 with RoPE). Medians, in tokens/s.
 """
 
 from functools import partial
@@ -37,7 +37,7 @@ ROUNDS = 5  # turns of each; the median counts
 
 
 def bench(settings: RunSettings):
-    """How many tokens/s do we and transformers read and learn? Writes bench.json."""
+    """How many tokens/s do we and transformers read and train on?"""
     experiment = Experiment.begin("bench", "", settings)
     rows = []
     cases = GPU_CASES if experiment.device.type == "cuda" else CASES
@@ -58,7 +58,7 @@ def bench(settings: RunSettings):
 
 
 def forward_passes(name, tokens, dtype):
-    """Ours and theirs: each gives the last final states, (B, d), of tokens (B, T + 1) but for the last."""
+    """Two functions, ours and theirs: the last final states, (B, d), of tokens (B, T + 1) minus the last."""
     inputs = tokens[:, :-1]
     model = newborn(name, 0, device=tokens.device).cast_blocks(dtype)
     theirs = transformers_model(PRESETS[name]).to(tokens.device, dtype).base_model
@@ -67,7 +67,7 @@ def forward_passes(name, tokens, dtype):
 
 
 def training_steps(name, tokens, dtype):
-    """Ours and, of a LLaMA, theirs: each does a step on windows (B, T + 1), and returns its mean loss."""
+    """Functions, ours and for a LLaMA theirs: a step on windows (B, T + 1), which returns the mean loss."""
     ours = newborn(name, 0, device=tokens.device)
     works = [training_step(ours, ours, tokens, dtype)]
     if PRESETS[name].norm == "layernorm":
@@ -82,7 +82,7 @@ def training_steps(name, tokens, dtype):
 
 
 def training_step(model, summed_loss, tokens, dtype):
-    """A function that does a step; `summed_loss` is of inputs and targets, (B, T) each."""
+    """A function that does a step; `summed_loss` takes inputs and targets, (B, T) each."""
     if tokens.device.type == "cuda":
         model.compile()
     optimizer = train.make_optimizer(model.train(), train.Settings())
@@ -100,7 +100,7 @@ def training_step(model, summed_loss, tokens, dtype):
 
 
 def transformers_model(config: ModelConfig):
-    """transformers' model of a LLaMA's shape, random weights, SDPA (requirements-dev.txt)."""
+    """A LLaMA of `transformers`, with random weights and SDPA (requirements-dev.txt)."""
     import transformers
 
     theirs = transformers.AutoConfig.for_model(**config_json(config))

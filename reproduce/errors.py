@@ -1,4 +1,4 @@
-"""How often does each test call unrelated models related? (BB B.3.1, Figure 13; mostly ours)
+"""Measure how often each test calls unrelated models related (BB B.3.1, Figure 13; mostly ours).
 
     python -m reproduce.errors                      # all pairs of 45 newborns: half an hour
 
@@ -28,32 +28,34 @@ from model import PRESETS
 from seedprint import PaperSettings, last_outputs, paper_test
 from sources.checkpoint import Newborn
 
-INPUTS = ("own embedding", "shared embedding", "gaussian")  # tokens, by an embedding matrix each or one
-LEVEL = 0.01  # from here on down, a test calls two models related
+INPUTS = ("own embedding", "shared embedding", "gaussian")  # tokens with one embedding each, or one for all
+LEVEL = 0.01  # a test calls two models related if p is at most this
 PERMUTATIONS = 999  # of the exact test; the smallest p is 1 / (1 + this)
-FEW = 12  # births where unrelated models share what they read, and few show what happens
-LAYERS, UNITS = 2, 256  # whose hidden units are matched, and how many in each
+FEW = 12  # newborns, enough where unrelated models read the same
+LAYERS, UNITS = 2, 256  # layers to match, and neurons in each
 
 
 @dataclass
 class Settings(RunSettings):
-    """Which newborns the tests are tried on."""
+    """Which newborns to test."""
 
-    model: tuple[Literal[tuple(PRESETS)], ...] = ("tiny_gpt2", "tiny_llama")  # presets to be born
+    model: tuple[Literal[tuple(PRESETS)], ...] = ("tiny_gpt2", "tiny_llama")  # presets
     schemes: tuple[Literal[SCHEMES], ...] = ("gpt2", "normal")  # how they are drawn
-    num_births: at_least(3) = 45  # newborns with embedding matrices of their own; all pairs are compared
+    num_births: at_least(3) = 45  # newborns with their own embedding; all pairs are compared
     paper_sequences: at_least(3) = 1000  # random sequences of 64 tokens; BB: 10000 of 1024
 
 
 def errors(settings: Settings):
-    """How often does each test call unrelated newborns related? Writes errors.json and errors.png."""
+    """How often does each test call unrelated newborns related? (half an hour)"""
     experiment = Experiment.begin("errors", "BB B.3.1, Figure 13", settings)
     rows = []
     births = list(itertools.product(settings.model, settings.schemes, INPUTS))
     for model, scheme, inputs in progress(births, desc="errors"):
         p_values = p_of_states(model, scheme, inputs, settings, experiment)
         rows += error_rates(p_values, {"inputs": inputs, "scheme": scheme, "model": model})
-    for model in progress(settings.model, desc="errors of weights"):  # once scaled, weights know no scheme
+    for model in progress(
+        settings.model, desc="errors of weights"
+    ):  # scaled weights do not depend on the scheme
         key = {"inputs": "weights", "scheme": settings.schemes[0], "model": model}
         newborns = [Newborn(PRESETS[model], seed) for seed in range(1, settings.num_births + 1)]
         for each in newborns:
@@ -65,7 +67,7 @@ def errors(settings: Settings):
 
 
 def p_of_states(model, scheme, inputs, settings: Settings, experiment):
-    """The p of all pairs of newborns, by each form of the paper's test."""
+    """The p-values of all pairs of newborns, by each form of the paper's test."""
     count = settings.num_births if inputs == "own embedding" else min(FEW, settings.num_births)
     embedding_seed = 0 if inputs == "shared embedding" else None
     kind = "gaussian" if inputs == "gaussian" else "tokens"
@@ -83,7 +85,7 @@ def p_of_states(model, scheme, inputs, settings: Settings, experiment):
 
 
 def p_of_weights(newborns):
-    """The p of all pairs by the exact tests; of hidden units 0 where `compare` finds evidence in a few."""
+    """The p-values of all pairs by the exact tests; for neurons 0 if `compare` finds evidence, else 1."""
     stacks = [find_stacks(born)[0] for born in newborns]
     models = [Units(stack) for stack in stacks]
     p = {"units": [], "weights": [], "embedding matrices": []}
@@ -102,7 +104,7 @@ def p_of_weights(newborns):
 
 
 def error_rates(p_values, key):
-    """How often each test rejects, of all pairs, and the rate's 99 % interval (Wilson), a row for each."""
+    """A row per test: how often it rejects, of all pairs, with a 99 % interval (Wilson)."""
     rows = []
     for test, p in p_values.items():
         rejections = sum(value <= LEVEL for value in p)
@@ -113,7 +115,7 @@ def error_rates(p_values, key):
 
 
 def draw_rates(rows, path) -> None:
-    """How often newborns are called related: a line per test and what it reads, a colour per birth."""
+    """Draw the error rates: a line per test and input, a colour per model and scheme."""
     title = "How often does a test call unrelated newborns related?"
     figure, ((axes,),) = new_figure(title, width=7, height=5)
     points = []

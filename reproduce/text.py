@@ -1,13 +1,13 @@
-"""What do the calibrations do to sinks on text, and how is a sink born? (BB Figure 12, Table 7; SO; ours)
+"""What calibrations do to sinks on text, and how a sink is born (BB Figure 12, Table 7; SO; ours).
 
     python -m reproduce.trainings train runs/text/none-42          # a run: a quarter of an hour
-    python -m reproduce.text runs/text/none-42 --out mine          # what it came to
+    python -m reproduce.text runs/text/none-42 --out mine          # measure it
     python -m reproduce.text birth runs/text/none-42 --out mine    # its sink at each kept step: half a minute
     python -m reproduce.text                                       # from results/text/*.jsonl: seconds
 
-A file holds what one run of configs/text_sink.py came to: what it was made with, each evaluation, and what
-was measured at its last step. `birth` asks each step for the sink heads, the largest dimension at position 1,
-and the builders of it that the last step has.
+A .jsonl file records one run of configs/text_sink.py: how it was made, each evaluation, and measurements of
+its last step. `birth` measures at each step the last step's sink heads, its largest dimension at position 1,
+and the neurons that build it.
 """
 
 from dataclasses import dataclass
@@ -34,14 +34,14 @@ from sources.data import default_folder, open_data
 from sources.inputs import read_tokens
 from sources.runs import read_rows, write_log
 
-CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'; a fork's are its own to compare
-KINDS = (*CALIBRATIONS, "explicit")  # and none, but with an explicit sink (ours)
-TEXT = "results/text"  # folder of what the runs on text came to
-CONFIG = "text_sink"  # of the runs on text that are compared; others are variants of it
-DRAWS = 9999  # random sets of units, beside the builders
-LARGEST_SHARE = 0.99  # of the dimension, that the builders make together,
-MOST_BUILDERS = 8  # unless that takes more of them
-LINKS = {  # of a row, as the figure calls them
+CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'
+KINDS = (*CALIBRATIONS, "explicit")  # explicit: `none` with an explicit sink (ours)
+TEXT = "results/text"  # folder of the records
+CONFIG = "text_sink"  # of the runs that are compared; others are its variants
+DRAWS = 9999  # random sets of neurons to compare with the builders
+LARGEST_SHARE = 0.99  # of the dimension that the builders make together,
+MOST_BUILDERS = 8  # unless that takes more neurons
+LINKS = {  # columns, and their names in the figure
     "builders": "builders: activation at position 1",
     "dimension": "their dimension at position 1",
     "norm_ratio": "norm of the stream there, to others'",
@@ -53,13 +53,13 @@ LINKS = {  # of a row, as the figure calls them
 
 @dataclass
 class NotedSettings(OutputSettings):
-    """Which runs `text` and `birth` show."""
+    """The settings of `text` and `birth`."""
 
-    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders, to measure and note in <out>/text
+    runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders to measure and record in <out>/text
 
 
 def noted(settings: NotedSettings, pattern, measure):
-    """The rows of each noted run, after runs that are named were measured and noted, a file each."""
+    """The rows of each recorded run, after measuring and recording the named ones, a file each."""
     folder = Path(settings.out, "text") if settings.runs else Path(TEXT)
     folder.mkdir(parents=True, exist_ok=True)
     for run in settings.runs:
@@ -68,12 +68,12 @@ def noted(settings: NotedSettings, pattern, measure):
         write_log(folder / f"{name}.jsonl", rows)
     files = [list(read_rows(path)) for path in sorted(folder.glob(pattern))]
     if not files:
-        raise UserError(f"nothing noted in {folder}: name runs, as runs/text/none-42")
+        raise UserError(f"no records in {folder}: name runs, such as runs/text/none-42")
     return files
 
 
 def text(settings: NotedSettings):
-    """What do the calibrations do to sinks on text, and to what is learnt? (BB Figure 12, Table 7; SO)"""
+    """What do the calibrations do to sinks on text, and to the loss? (BB Figure 12, Table 7; SO)"""
     experiment = Experiment.begin("text", "BB Figure 12, Table 7; SO", settings)
     rows, ends = [], []
     for begun, *evaluations, end in noted(settings, "text_*.jsonl", record):
@@ -96,7 +96,7 @@ def text(settings: NotedSettings):
 
 @torch.no_grad()
 def record(run):
-    """A name for a run, and the run in a few kB: how it was made, its evaluations, what it came to."""
+    """A run's name, and its record as rows: how it was made, its evaluations, its last step."""
     name, _, _ = Path(run.out).name.rpartition("-")
     kind = "explicit" if run.explicit_sink else run.attn_calibration
     config = CONFIG if name == kind else name
@@ -122,7 +122,7 @@ def record(run):
 
 @torch.inference_mode()
 def end_of(run, config, kind, seed):
-    """What a run came to: losses after birth, sinks and links on 64 held-out tokens; and its layers' rows."""
+    """A row of a run's losses, and its sinks and links on 64 held-out tokens; and a row per layer."""
     log = read_rows(Path(run.out, "metrics.jsonl"))
     losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
     row = begun_row(run, config, kind, seed)
@@ -140,21 +140,21 @@ def end_of(run, config, kind, seed):
 
 
 def begun_row(run, config, kind, seed):
-    """The first columns of a run's row: which one it is, its threads, and the commit that began it."""
+    """The first columns of a run's row: its name, threads and commit."""
     begun = next(read_rows(Path(run.out, "metrics.jsonl")))
     row = {"config": config, "calibration": kind, "seed": seed}
     return row | {name: begun[name] for name in ("threads", "commit")}
 
 
 def reading_of(run):
-    """How sinks are measured of a run, by its train.Settings: on held-out text, after BOS if it begins so."""
-    begins_with_bos = run.bos_first or run.tokenizer == "bytes"  # as backcopy's documents do
+    """sinks.Settings for a run's train.Settings: held-out text, with BOS first if it trained so."""
+    begins_with_bos = run.bos_first or run.tokenizer == "bytes"  # backcopy's documents do
     text = str(default_folder(run.source, run.tokenizer))
     return sinks.Settings(text=text, first_token="bos" if begins_with_bos else None, device="cpu")
 
 
 def draw_text(path, rows, ends) -> None:
-    """Draw runs of CONFIG: sinks by tokens, by length and by layer, the loss, SO's two links."""
+    """Draw runs of CONFIG: sinks by tokens, length and layer, the loss, SO's two links."""
     rows = [row for row in rows if row["config"] == CONFIG and row["bos_first"]]
     last = max([row["step"] for row in rows], default=0)
     at_64 = [row for row in rows if row["sequence_length"] == 64]
@@ -174,7 +174,7 @@ def draw_text(path, rows, ends) -> None:
 
 
 def draw_kinds(path, title, panels) -> None:
-    """Draw six panels (points, x, y, title): for each calibration a dot a seed, and the mean of the seeds."""
+    """Draw six panels (points, x, y, title): for each calibration a dot per seed, and the mean."""
     figure, grid = new_figure(title, 2, 3, height=3.2)
     for axes, (points, x, y, title) in zip(grid.flat, panels):
         for kind, colour in zip(KINDS, COLOURS):
@@ -194,7 +194,7 @@ def draw_kinds(path, title, panels) -> None:
 
 @torch.inference_mode()
 def born(run):
-    """A name for a run, and its rows: its builders, then the links of each kept step."""
+    """A run's name, and rows: its builders, then the links of each kept step."""
     steps = checkpoint.steps(run.out)
     tokens = read_tokens(reading_of(run), checkpoint.parse_spec(run.out), 64)  # (n, 64)
     end = checkpoint.load(steps[-1])
@@ -202,7 +202,7 @@ def born(run):
     layer = activity.layer
     builders = activity.builders(layer, min(MOST_BUILDERS, activity.num_needed(layer, LARGEST_SHARE)))
     alpha = attention.attention_to(end, tokens)[..., 0].mean(0)  # (L, H)
-    is_sink = alpha >= alpha.max().clamp(max=sinks.EPSILON)  # the largest at least
+    is_sink = alpha >= alpha.max().clamp(max=sinks.EPSILON)  # at least the largest
     heads = [(place + 1, head) for place, head in is_sink.nonzero().tolist()]  # layers from 1
     sink = {"layer": layer, "dimension": activity.dimension(layer), "heads": heads}
     name = Path(run.out).name
@@ -214,7 +214,7 @@ def born(run):
 
 
 def links_of(model, tokens, sink, builders):
-    """What a step's model has of the later sink: a number for each of LINKS, and for builders elsewhere."""
+    """A number for each of LINKS in a step's model, and for the builders at other positions."""
     activity = observe(model, tokens, with_chain=True)
     layer = sink["layer"]
     layers, units = np.array(builders).T  # layers from 1
@@ -235,12 +235,12 @@ def links_of(model, tokens, sink, builders):
 
 
 def specials(newborn, tokens, sink, builders):
-    """Each builder's percentiles in its layer at birth; `p` of their mean, against random units' (DRAWS)."""
+    """Each builder's percentiles in its layer at initialization; `p` of their mean against random neurons."""
     activity = observe(newborn, tokens)
     down = [newborn.down(layer)[sink["dimension"]].abs() for layer in activity.at_1]
     weights = torch.stack(down)  # (L, d_ff)
     activations = stacked(activity.at_1).abs() - stacked(activity.elsewhere)
-    below = rankdata([activations, weights], "min", axis=2) - 1  # units of the layer that have less
+    below = rankdata([activations, weights], "min", axis=2) - 1  # neurons of the layer below it
     activation, weight = 100 * (below / (weights.shape[1] - 1))  # (L, d_ff) each
     both = activation + weight
     layers, units = np.array(builders).T
@@ -261,7 +261,7 @@ def stacked(by_layer):
 
 
 def birth(settings: NotedSettings):
-    """How is a sink born? Which link comes first, and were its builders special at birth? (ours)"""
+    """How is a sink born? Which link comes first, and were its builders special at initialization? (ours)"""
     experiment = Experiment.begin("birth", "ours", settings)
     rows, points, builders, order = [], [], [], []
     for sink, *steps in noted(settings, "birth_*.jsonl", born):
@@ -269,7 +269,7 @@ def birth(settings: NotedSettings):
         builders += [key | {"dimension": sink["dimension"]} | row for row in sink["builders"]]
         order.append(key | {link: half_way(steps, link) for link in LINKS})
         for step in steps:
-            place = max(0.5, step["step"])  # birth, on a logarithmic axis
+            place = max(0.5, step["step"])  # step 0, on a logarithmic axis
             for link, value in step.items():
                 if link not in ("run", "step"):
                     rows.append(key | {"step": step["step"], "link": link, "value": value})
@@ -284,7 +284,7 @@ def birth(settings: NotedSettings):
 
 
 def half_way(steps, link):
-    """The step from which a link stays beyond half of its way from birth; None if it ended where it began."""
+    """The step from which a link stays beyond half of its change; None if it never does."""
     values = np.array([step[link] for step in steps])
     is_beyond = abs(values - values[-1]) < abs(values - values[0])
     stays = np.logical_and.accumulate(is_beyond[::-1])[::-1]

@@ -1,11 +1,11 @@
-"""What becomes of models that differ in one thing, trained on one text in one order? (BB 6, B.3; SO)
+"""Train models that differ in one thing on the same text in the same order (BB 6, B.3; SO).
 
     python -m reproduce.trainings lineage                            # who is related? twelve runs, 90 minutes
     python -m reproduce.trainings calibrations                       # calibrations, explicit sinks: six hours
     python -m reproduce.trainings perplexity --text wiki.txt         # `laptop` on any text, six hours
-    python -m reproduce.trainings train runs/lineage                 # runs alone: a folder of them, or some
+    python -m reproduce.trainings train runs/lineage                 # some runs, or a folder of them
 
-Each run is made once, in runs/, by one thread, and reused; one that was stopped is taken up again.
+Each run is made once, in runs/, on one thread, and reused; a stopped one resumes.
 """
 
 import functools
@@ -33,34 +33,34 @@ from sources.inputs import TextSettings, read_tokens
 from sources.runs import Run, read_rows
 
 SEEDS = (42, 123, 1000, 2000)
-BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base of their table
+BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base in the table
 STEPS = {"llama": {42: 150, 123: 600, 1000: 600, 2000: 150}, "qwen": dict.fromkeys(SEEDS, 60)}
 STEPS_ON_DOCSTRINGS = {"llama": 200, "qwen": 40}  # the second corpus
-CALIBRATED = {  # of each configuration, the calibrations that are trained, and the seeds
+CALIBRATED = {  # for each configuration, the calibrations to train, and the seeds
     "backcopy": (KINDS, range(42, 58)),
     "laptop": (CALIBRATIONS, range(42, 50)),
     CONFIG: (KINDS, range(42, 45)),
 }
-# What may differ in a run that is there: not how long it was, nor when and on what it was evaluated.
+# What may differ in an existing run: not its length, nor when and on what it was evaluated.
 MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | {"keep", "dtype"}
 
 
 @dataclass
 class TrainSettings:
-    """What `train` is asked."""
+    """The settings of `train`."""
 
     runs: tyro.conf.Positional[tuple[str, ...]] = ()  # run folders, or folders of runs, like runs/lineage
 
 
 @dataclass
 class PerplexitySettings(RunSettings):
-    """What `perplexity` is asked."""
+    """The settings of `perplexity`."""
 
     text: str = "data/wikitext-2/test.txt"  # file of held-out English: in BB, WikiText-2's
 
 
 def training(name, config="", **changes) -> train.Settings:
-    """The run runs/<name>: train.py's defaults, or configs/<config>.py, with changes."""
+    """The settings of runs/<name>: train.py's defaults, or configs/<config>.py, with changes."""
     run = train.Settings()
     if config:
         run, _ = read_config_file(str(Path(train.__file__).parent / f"configs/{config}.py"), run)
@@ -68,7 +68,7 @@ def training(name, config="", **changes) -> train.Settings:
 
 
 def lineage_runs():
-    """Runs by (style, seed, corpus): all seeds learn corpus 1 in one order, two go on to corpus 2."""
+    """Runs by (style, seed, corpus): all seeds learn corpus 1 in one order, two continue with corpus 2."""
     runs = {}
     for style, steps in STEPS.items():
         preset = f"tiny_{style}"
@@ -85,7 +85,7 @@ def lineage_runs():
 
 
 def calibration_runs(*configs):
-    """Runs of every calibration by (configuration, calibration, seed), of some configurations."""
+    """Runs by (configuration, calibration, seed), for some configurations."""
     runs = {}
     for config in configs:
         kinds, seeds = CALIBRATED[config]
@@ -94,14 +94,14 @@ def calibration_runs(*configs):
             name = f"text/{kind}-{seed}"
             if config != CONFIG:
                 changes |= {"keep": "last", "track_sinks": False}
-                is_plain = (kind, seed) == ("none", 42)  # what `train.py configs/<config>.py` makes
+                is_plain = (kind, seed) == ("none", 42)  # as `train.py configs/<config>.py`
                 name = config if is_plain else f"calibrations/{config}-{kind}-{seed}"
             runs[config, kind, seed] = training(name, config, seed=seed, **changes)
     return runs
 
 
 def train_named(settings: TrainSettings) -> None:
-    """Train the runs of some folders, unless they are there."""
+    """Train the named runs that do not exist."""
     runs = [*lineage_runs().values(), *calibration_runs(*CALIBRATED).values()]
     chosen = []
     for folder in settings.runs:
@@ -113,7 +113,7 @@ def train_named(settings: TrainSettings) -> None:
 
 
 def train_all(runs) -> None:
-    """Train each run that is not there, on one thread; take it up again if it was stopped."""
+    """Train each run that does not exist, on one thread, and resume stopped ones."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for number, run in enumerate(runs, start=1):
@@ -125,16 +125,18 @@ def train_all(runs) -> None:
         if not last.exists():
             train.train(run)
         if not last.exists():
-            raise KeyboardInterrupt  # what stopped the training stops whoever asked for it
+            raise KeyboardInterrupt  # a signal that stopped the training stops us
     torch.set_num_threads(threads)
 
 
 def lineage(settings: RunSettings):
-    """What do `compare`, the paper's test and four baselines say of each pair in the papers' tables?"""
-    runtime.start(settings)  # hours of training are not for an --out that cannot be written
+    """Ask `compare`, the paper's test and four baselines about the pairs in the paper's tables (90 minutes)"""
+    runtime.start(settings)  # fail before hours of training if --out cannot be written
     runs = lineage_runs()
     train_all(runs.values())
-    experiment = Experiment.begin("lineage", "BB Tables 4, 5, 8-12", settings)  # its seconds are of measuring
+    experiment = Experiment.begin(
+        "lineage", "BB Tables 4, 5, 8-12", settings
+    )  # starts the clock after training
     learned = runs["llama", BASE, 1]
     data = TokenData(default_folder(learned.source, learned.tokenizer))
     tokens = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
@@ -159,7 +161,7 @@ def lineage(settings: RunSettings):
 
 
 def table_pairs(runs, style, newborns, children, others, continued):
-    """(table, base, suspect, whether they are related) of every row of a style's four tables."""
+    """Rows (table, base, suspect, whether they are related) of a style's four tables."""
     child = {seed: runs[style, seed, 1].out for seed in SEEDS}
     birth = {seed: f"{child[seed]}/step_0000000" for seed in SEEDS}
     unrelated = list(zip(SEEDS, SEEDS[1:] + SEEDS[:1]))  # each seed and the next
@@ -171,7 +173,7 @@ def table_pairs(runs, style, newborns, children, others, continued):
 
 
 def calibrations(settings: OutputSettings):
-    """Which scaling of heads ends with fewer sinks, and a lower loss? (BB Figure 12; six hours)"""
+    """Which scaling of heads gives fewer sinks, and a lower loss? (BB Figure 12; six hours)"""
     runtime.start(settings)
     runs = calibration_runs("backcopy", "laptop")
     train_all(runs.values())
@@ -193,7 +195,7 @@ def calibrations(settings: OutputSettings):
 
 
 def paired_differences(rows):
-    """Each kind's sink rate and losses minus those of the same seeds with none: means and intervals."""
+    """Means and intervals of each kind's sink rate and losses, minus those of `none` with the same seeds."""
     found = []
     for key in ("sink_rate", "val_loss", "mean_loss"):
         values = defaultdict(list)
@@ -207,7 +209,7 @@ def paired_differences(rows):
 
 
 def perplexity(settings: PerplexitySettings):
-    """What does each model of `laptop` lose on a text that nobody trained on, in nats/token? (BB Table 7)"""
+    """The loss of each `laptop` model on another text, in nats/token (BB Table 7; six hours)"""
     check_regular(Path(settings.text))
     runtime.start(settings)
     runs = calibration_runs("laptop")

@@ -1,4 +1,4 @@
-"""Which model does a name mean, and how do weights enter and leave?
+"""Find, load and save a model by name.
 
 >>> from sources import checkpoint
 >>> model = checkpoint.load("nano_llama@42")          # newborn; with embedding seed 7: "nano_llama@42:7"
@@ -28,15 +28,15 @@ from sources.formats import CheckpointReader, config_json, open_checkpoint, para
 from sources.gguf import LazyTensor, smollm2
 
 ON_HUB = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
-FOLDERS = ("runs", "data", "models", "results")  # that a user has here, or will have
+FOLDERS = ("runs", "data", "models", "results")  # a user's, never looked up on the Hub
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A model as a command line names it: a checkpoint folder, or the newborn of a preset and its seeds."""
+    """A model by name: a checkpoint folder, or a newborn of a preset and its seeds."""
 
     name: str  # as the user wrote it
-    folder: Path | None = None  # or a single file: of weights, or .gguf
+    folder: Path | None = None  # or a single file, of weights or .gguf
     preset: str | None = None
     seed: int | None = None
     embedding_seed: int | None = None
@@ -44,7 +44,7 @@ class Spec:
 
     @property
     def label(self):
-        """The name, with its seed, and what else differs from its default."""
+        """The name with its seed, and the embedding seed if it is another."""
         if self.name != self.preset:
             return self.name
         embedding = "" if self.embedding_seed in (None, self.seed) else f":{self.embedding_seed}"
@@ -56,28 +56,28 @@ class Spec:
 
     @functools.cached_property
     def place(self):
-        """The folder or file; of a .gguf file what it was converted to."""
+        """The folder or file; for a .gguf file the folder it was converted to."""
         if not formats.is_gguf(self.folder):
             return self.folder
-        from sources import strangers  # not before it is needed: transformers takes seconds
+        from sources import strangers  # importing transformers takes seconds
 
         return strangers.converted(self.folder)
 
     @functools.cached_property
     def is_ours(self):
-        """Is it a newborn, or was it saved here, so that model.py runs it?"""
+        """Whether model.py runs it: a newborn, or a checkpoint saved here."""
         return self.is_newborn or (not formats.is_gguf(self.folder) and formats.is_ours(self.folder))
 
     @functools.cached_property
     def own_config(self):
-        """The architecture as model.py has it; UserError for a folder that is of none such."""
+        """The ModelConfig; UserError for a folder of another architecture."""
         if self.is_newborn:
             return PRESETS[self.preset]
         return formats.config_from_hf(formats.raw_config(self.place), self.place)
 
     @functools.cached_property
     def config(self):
-        """What is known without the weights: `own_config`, or a stranger's sources.lens.Shape."""
+        """What is known without the weights: `own_config`, or a sources.lens.Shape."""
         if self.is_ours:
             return self.own_config
         from sources import strangers
@@ -86,7 +86,7 @@ class Spec:
 
     @functools.cached_property
     def tokenizer_file(self):
-        """The file of the model's own tokenizer, or that names it; None if none can be read here."""
+        """The file of the model's own tokenizer; None if there is none that we can read."""
         if self.is_newborn:
             return None
         names = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
@@ -94,7 +94,7 @@ class Spec:
         return next(filter(isfile, paths), None)
 
     def begins_with_bos(self, tokenizer):
-        """Was the model trained with BOS in front? By its run's settings, or by its tokenizer's own rule."""
+        """Whether the model was trained with BOS in front, by its run's settings or its tokenizer's rule."""
         if not self.is_ours:
             return tokenizer.adds_bos
         if self.is_newborn:
@@ -103,13 +103,13 @@ class Spec:
         return exists(settings) and bool(read_json(settings).get("bos_first"))
 
     def open(self, any_architecture=False):
-        """The CheckpointReader; UserError for an architecture that is not ours, unless any is allowed."""
+        """A CheckpointReader; UserError for an architecture that is not ours, unless any is allowed."""
         if self.is_newborn:
             return Newborn(self.own_config, self.seed, self.embedding_seed, self.scheme)
         return open_checkpoint(self.folder if any_architecture else self.place, any_architecture)
 
     def load(self, device="cpu", dtype=torch.float32):
-        """The model in eval mode, in `dtype`: ours, or a sources.lens.Lens on a stranger's."""
+        """The model in eval mode, in `dtype`: a Transformer, or a sources.lens.Lens for any other."""
         if self.is_ours:
             return self.load_own(device, dtype)
         from sources import strangers
@@ -117,7 +117,7 @@ class Spec:
         return strangers.open_lens(self.place, device, dtype)
 
     def load_own(self, device="cpu", dtype=torch.float32):
-        """model.py's model in eval mode, its blocks in `dtype`; UserError unless weights are finite."""
+        """The Transformer in eval mode, its blocks in `dtype`; UserError for weights that are not finite."""
         if self.is_newborn:
             return newborn(self.preset, self.seed, self.embedding_seed, self.scheme, device, dtype)
         checkpoint = self.open()
@@ -132,7 +132,7 @@ class Spec:
 
 
 def parse_spec(text, scheme="gpt2"):
-    """The model that PRESET@SEED, PRESET@SEED:EMBEDDING_SEED, smollm2, a folder, a file or the Hub names."""
+    """The Spec of PRESET@SEED, PRESET@SEED:EMBEDDING_SEED, smollm2, a folder, a file or a Hub name."""
     if text == "smollm2":
         return Spec(text, smollm2())
     folder = Path(text)
@@ -149,8 +149,8 @@ def parse_spec(text, scheme="gpt2"):
     found = ON_HUB.fullmatch(text)
     names = {"smollm2": "smollm2", **{preset: f"{preset}@42" for preset in PRESETS}}
     meant = names.get(closest(text, names, 0.75))  # gpt2 is a name of the Hub
-    if found and not meant and text.split("/")[0] not in FOLDERS:  # a path of ours stays here
-        from sources import hub  # not before it is needed: its library takes a while
+    if found and not meant and text.split("/")[0] not in FOLDERS:  # never paths of the user
+        from sources import hub  # slow to import
 
         folder = hub.fetch(*found.groups())
         HUB_COMMITS[text] = formats.folder_of(folder).name
@@ -163,7 +163,7 @@ def parse_spec(text, scheme="gpt2"):
 
 
 def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
-    """Every model that `--model` and `--seed` name: a preset with each of the seeds, others as they are."""
+    """The Specs of `--model` and `--seed`: presets with each of the seeds, others as they are."""
     specs = []
     for name in names:
         if name in PRESETS:
@@ -174,30 +174,30 @@ def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
 
 
 def load(name, device="cpu", dtype=torch.float32):
-    """The model that a text or a folder names, in eval mode, its blocks in `dtype`."""
+    """The model that a name or folder means, in eval mode, its blocks in `dtype`."""
     return parse_spec(str(name)).load(device, dtype)
 
 
 def steps(run):
-    """The checkpoints of a run folder, oldest first; links may lead anywhere, and are none."""
+    """The checkpoint folders of a run, oldest first, without links."""
     found = sorted(Path(run).glob("step_" + "[0-9]" * 7))
     return [folder for folder in found if isdir(folder) and not folder.is_symlink()]
 
 
 def shortest_context(specs):
-    """The number of positions that every one of the models can read."""
+    """The number of positions that all models can read."""
     return min(spec.config.context_length for spec in specs)
 
 
 def check_lengths(lengths, context, flag="--sequence-length") -> None:
-    """UserError if one of the lengths does not fit the models' context."""
+    """UserError for a length that does not fit the models' context."""
     for length in lengths:
         if not 1 <= length <= context:
             raise UserError(f"{flag} {length}: expected 1 to {context}, the model's context or window")
 
 
 class Newborn(CheckpointReader):
-    """A newborn's parameters, each drawn when it is read."""
+    """A CheckpointReader of a newborn: each parameter is drawn when it is read."""
 
     def __init__(self, config, seed, embedding_seed=None, scheme="gpt2"):
         tensors = {}
@@ -208,19 +208,19 @@ class Newborn(CheckpointReader):
 
 
 def save(folder, model, tokenizer=None) -> None:
-    """Write a checkpoint folder, complete or not at all; UserError if the disk is full or read-only."""
+    """Write a checkpoint folder, whole or not at all; UserError if the disk is full or read-only."""
     with atomic_folder(folder) as new:
         write(new, model, tokenizer)
 
 
 def write(folder, model, tokenizer=None) -> None:
-    """Write what a checkpoint holds, with a tokenizer's files and special tokens, into an empty folder."""
+    """Write a checkpoint and its tokenizer's files into an empty folder."""
     save_file(dict(model.named_parameters()), folder / "model.safetensors", {"format": "pt"})
     config = config_json(model.config)
     if tokenizer is not None:
         tokenizer.save(folder, config["model_type"])
         special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.ends}
         (folder / "generation_config.json").write_text(json.dumps(special, indent=1) + "\n")
-        if "architectures" in config:  # in place of transformers' defaults, which are Llama's
+        if "architectures" in config:  # else transformers takes Llama's
             config |= special
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""How does text become tokens, and a step number a batch?
+"""Turn text into tokens, and a step number into a batch.
 
     python -m sources.data                                      # this Python's own source, a BPE of 4,096
         data/python-bpe_4096: 31,525,327 bytes in 1,762 documents, 15 of them held out
@@ -7,12 +7,12 @@
     python -m sources.data 'books/*.txt' more.jsonl --tokenizer tiktoken:gpt2 --out data/books
 
 A source is a file, a folder (all text in it) or a glob; `python` (the standard library, about 30 MB, no
-download), `docstrings` (the English in it), `packages` (the Python code of six packages that are installed
-with this project, 100 MB), or `backcopy` (letters on which attention sinks grow). Text is what TEXT lists: a
-file is a document, but of .jsonl the "text" of a line is; all in UTF-8.
+download), `docstrings` (the English in it), `packages` (the Python code of six packages installed with this
+project, 100 MB), or `backcopy` (letters on which attention sinks grow). TEXT lists the endings of text files,
+in UTF-8. A file is a document; in .jsonl each line's "text" is.
 
 A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.json, and tokenizer.model,
-.json, or .txt with the name of one that needs no file. Every document begins with BOS, or else with EOS.
+.json, or .txt (the name of one that needs no file). Every document begins with BOS, or else with EOS.
 """
 
 import ast
@@ -44,18 +44,18 @@ from lib.runtime import progress, together
 from lib.settings import Command, UserError, from_values, is_first_process, run_script, say
 from sources.tokenizers import converted_tokenizer, load_tokenizer, tell_spelled
 
-PAGE = 2**16  # characters: a longer document is read in pieces, cut at line ends
-WINDOW = 2**10  # tokens: of long documents, windows of up to twice as many are held out
+PAGE = 2**16  # characters; longer documents are read in pieces, cut at line ends
+WINDOW = 2**10  # tokens; long documents hold out windows of up to twice as many
 TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".jsonl")  # endings of text
 TEXT += (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js", ".ts", ".java", ".go", ".rs", ".sh")
-NAMES = ("python", "docstrings", "packages", "backcopy")  # of sources that are no files
+NAMES = ("python", "docstrings", "packages", "backcopy")  # sources that are not files
 PACKAGES = ("torch", "scipy", "sympy", "networkx", "matplotlib", "numpy")  # of the source `packages`
-TRIGGERS = "teo"  # the letters of `backcopy` after which the letter before them comes again
+TRIGGERS = "teo"  # letters of `backcopy` after which the letter before them is repeated
 
 
 @dataclass
 class Settings:
-    """How a data set is to be made."""
+    """How to make a data set."""
 
     source: Positional[tuple[str, ...]] = ("python",)  # files, folders, globs, or a name as above
     tokenizer: str = "bpe:4096"  # bpe:N, .model, tokenizer.json or .gguf file, smollm2, tiktoken:gpt2, bytes
@@ -64,12 +64,12 @@ class Settings:
 
 
 def pieces(source):
-    """The pieces of a source, in order: a text that is not empty, and does a document begin with it?"""
+    """The pieces of a source, in order: (text, not empty; whether it begins a document)."""
     return filter(lambda piece: piece[0], itertools.chain(*[pieces_of(name) for name in source]))
 
 
 def pieces_of(name):
-    """The pieces of one name in a source; UserError, at once, if there are no files."""
+    """The pieces of one name in a source; UserError, at once, if it names no text."""
     if name == "backcopy":
         return ((text, True) for text in backcopy())
     if name not in NAMES:
@@ -80,7 +80,7 @@ def pieces_of(name):
         return itertools.chain.from_iterable(map(read, files))
     if name == "packages":
         files = package_files()
-    else:  # the standard library, in whose folder packages may be installed
+    else:  # the standard library, without packages installed in its folder
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
         files = [file for file in files if not {"site-packages", "dist-packages"} & set(file.parts)]
     codes = (file.read_text("utf-8-sig", "replace") for file in files)
@@ -88,13 +88,13 @@ def pieces_of(name):
 
 
 def text_files(source):
-    """The files of text that a source names, but for those of NAMES."""
+    """The text files of a source, except those of NAMES."""
     files = itertools.chain(*[files_of(name) for name in source if name not in NAMES])
     return [file for file in files if file.suffix.lower() in TEXT]
 
 
 def package_files():
-    """The .py files of PACKAGES, without long ones, in an order that depends on their names alone."""
+    """The .py files of PACKAGES, except long ones, in an order that depends only on their names."""
     files = {}
     for package in PACKAGES:
         folder = Path(find_spec(package).submodule_search_locations[0])
@@ -107,7 +107,7 @@ def package_files():
 
 
 def files_of(name):
-    """The files that a name means, each once: itself, a glob's, or all in a folder but what is hidden."""
+    """The distinct files of a name: the file, a glob's, or all in a folder that are not hidden."""
     files = []
     for path in sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]:
         if isdir(path):
@@ -119,19 +119,19 @@ def files_of(name):
 
 
 def read(file):
-    """The pieces of a file of text; UserError for one that cannot be read."""
+    """Yield the pieces of a text file; UserError if it cannot be read."""
     check_regular(file)
     try:
         with file.open(encoding="utf-8-sig") as lines:
             yield from json_lines(file, lines) if file.suffix.lower() == ".jsonl" else pages(lines)
     except UnicodeDecodeError:
-        raise UserError(f"{file} is no text in UTF-8: convert it") from None
+        raise UserError(f"{file} is not UTF-8 text: convert it") from None
     except OSError as error:
         raise UserError(f"cannot read {file}: {error}") from None
 
 
 def pages(lines):
-    """The pieces of a document: pages, each with the rest of its last line."""
+    """Yield the pieces of a document, each to the end of a line."""
     begins = True
     while text := lines.read(PAGE) + lines.readline(PAGE):
         yield text, begins
@@ -139,7 +139,7 @@ def pages(lines):
 
 
 def json_lines(file, lines):
-    """The pieces of the documents that a .jsonl file's lines are."""
+    """Yield the pieces of a .jsonl file, where each line is a document."""
     for number, line in enumerate(lines, start=1):
         try:
             text = json.loads(line)["text"] if line.strip() else ""
@@ -150,10 +150,10 @@ def json_lines(file, lines):
 
 
 def docstrings(code):
-    """The docstrings of Python code, separated by empty lines; empty for what does not parse."""
+    """The docstrings of Python code, separated by empty lines; "" if it does not parse."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of strange escapes in strangers' code
+            warnings.simplefilter("ignore")  # about escapes in others' code
             tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
@@ -163,7 +163,7 @@ def docstrings(code):
 
 
 def backcopy(count=2**17, length=127):
-    """Documents of lower-case letters: the Bigram-Backcopy task (Guo et al. 2024), with random bigrams."""
+    """Yield documents of lower-case letters: the Bigram-Backcopy task (Guo et al. 2024), random bigrams."""
     generator = keyed_generator("backcopy")
     chain = generator.dirichlet(np.full(26, 0.3), size=26).cumsum(axis=1)  # P(next letter <= j | letter)
     triggers = [ord(letter) - ord("a") for letter in TRIGGERS]
@@ -178,28 +178,28 @@ def backcopy(count=2**17, length=127):
 
 
 def default_folder(source, tokenizer):
-    """Where a data set goes that was given no place: data/SOURCE-TOKENIZER."""
+    """The default folder of a data set: data/SOURCE-TOKENIZER."""
     words = "-".join([*source, tokenizer])
     name = re.sub("[:/]", "_", words)
     if not re.fullmatch(r"[\w+-][\w+.-]{0,60}", name):
-        digest = hashlib.sha256(words.encode()).hexdigest()[:8]  # two globs may differ in a star alone
+        digest = hashlib.sha256(words.encode()).hexdigest()[:8]  # two globs may differ only in a star
         name = re.sub(r"[^\w+.-]+", "_", name)[:60].strip("._") + f"-{digest}"
     return Path("data") / name
 
 
 def open_data(settings, begins=False):
-    """The data set of a run. The default one is made if it is missing, and checked where a run begins."""
+    """The data set of a run; the default one is made if missing, and checked when a run starts."""
     folder = Path(settings.data or default_folder(settings.source, settings.tokenizer))
     together(make_or_check, folder, settings, begins)  # before a rank opens it
     tokens = TokenData(folder, settings.bos_first)
     for split in ("train", "val"):
-        tokens.num_windows(split, settings.sequence_length)  # a UserError if there is none
+        tokens.num_windows(split, settings.sequence_length)  # UserError if there is none
     say(f"{folder}: {tokens.meta.tokens['train']:,} training tokens, {tokens.meta.fingerprint[:12]}")
     return tokens
 
 
 def make_or_check(folder, settings, begins) -> None:
-    """Prepare a run's default data set where it is missing; UserError if its files hold other text now."""
+    """Prepare a run's default data set if missing; UserError if its source has changed since."""
     if settings.data is not None or (folder.exists() and not begins):
         return
     if not folder.exists():
@@ -209,28 +209,28 @@ def make_or_check(folder, settings, begins) -> None:
         return
     meta = TokenData(folder).meta
     files = [file for file in text_files(meta.source) if file.exists()]
-    if meta.times in (None, times_of(files)):  # an old one does not say
+    if meta.times in (None, times_of(files)):  # older data sets have none
         return
     if not files:
         say(f"{folder}: its source is no longer here")
     elif content_of(files) != meta.content:
-        ways = f"remove it, to prepare it anew, or read it as it is, by --data {shlex.quote(str(folder))}"
+        ways = f"remove it to prepare it anew, or read it as it is with --data {shlex.quote(str(folder))}"
         raise UserError(f"{folder} was made of other text than {' '.join(meta.source)} holds now: {ways}")
 
 
 def times_of(files):
-    """What tells, without reading them, whether files are as they were: a digest of names, sizes, times."""
+    """A digest of files' names, sizes and times, which shows changes without reading them."""
     lines = [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}\n" for file in files]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def content_of(files):
-    """A digest of what files hold."""
+    """A digest of files' contents."""
     return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
 
 
 def prepare(settings: Settings):
-    """Tokenize a source into a folder, which appears complete or not at all, and say what there is."""
+    """Tokenize a source into a folder, which appears complete or not at all, and print its size."""
     out = Path(settings.out or default_folder(settings.source, settings.tokenizer))
     if exists(out):
         raise UserError(f"{out} exists: choose another --out, or remove it")
@@ -240,10 +240,10 @@ def prepare(settings: Settings):
     found = itertools.chain(*[files_of(name) for name in settings.source if name not in NAMES])
     passed_over = [file for file in found if file.suffix.lower() not in TEXT]
     if passed_over:
-        print(f"passed over, as no text: {len(passed_over):,} files, as {passed_over[0]}")
+        print(f"skipped {len(passed_over):,} files that are not text, such as {passed_over[0]}")
     file = converted_tokenizer(settings.tokenizer)
     if file is not None:
-        raise UserError(f"--tokenizer {settings.tokenizer}: name what it was converted to, {file}")
+        raise UserError(f"--tokenizer {settings.tokenizer}: use what it was converted to, {file}")
     tokenizer = load_tokenizer(settings.tokenizer, (text for text, _ in pieces(settings.source)))
     if tokenizer.bos is None:
         print(f"{settings.tokenizer} has neither BOS nor EOS: nothing separates documents")
@@ -260,7 +260,7 @@ def prepare(settings: Settings):
 
 
 def write_tokens(folder, source, tokenizer, share):
-    """Write the tokens of a source's pieces to train.bin and val.bin; returns what meta.json says of them."""
+    """Write a source's tokens to train.bin and val.bin; returns what meta.json says of them."""
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
     begin = [] if tokenizer.bos is None else [tokenizer.bos]
     fingerprint = hashlib.sha256(f"{tokenizer.vocab_size} {share}".encode() + tokenizer.content)
@@ -270,7 +270,7 @@ def write_tokens(folder, source, tokenizer, share):
     spelled = Counter()
     bar = progress(desc="tokenizing", unit="B", unit_scale=True)
     with bar, (folder / "all.bin").open("wb") as file:
-        while some := list(itertools.islice(source, 32)):  # which a tokenizer's threads share
+        while some := list(itertools.islice(source, 32)):  # a tokenizer's threads share them
             for (text, begins), tokens in zip(some, tokenizer.encode([text for text, _ in some])):
                 if begins:
                     starts.append(num_tokens)
@@ -302,8 +302,8 @@ def write_tokens(folder, source, tokenizer, share):
 
 
 def held_out_spans(starts, num_tokens, share):
-    """What is held out, in words, and the spans of its tokens, (n, 2), for the documents' starts, (n,)."""
-    # Whole documents, evenly spaced, that make at least half of the share; else, as of one book, windows.
+    """What to hold out, in words, and as spans of tokens, (n, 2), given the documents' starts, (n,)."""
+    # Whole documents, evenly spaced, if they make at least half of the share; else (one book) windows.
     budget = max(1, int(share * num_tokens))  # tokens
     spans = np.stack([starts, np.append(starts[1:], num_tokens)], axis=1)
     for count in range(int(share * len(spans)), 0, -1):
@@ -319,7 +319,7 @@ def held_out_spans(starts, num_tokens, share):
 
 
 def split_tokens(folder, dtype, spans):
-    """Make train.bin, and val.bin of the spans, from all.bin, which goes; returns their sizes in tokens."""
+    """Split all.bin into train.bin and val.bin (the spans); returns their sizes in tokens."""
     path = folder / "all.bin"
     tokens = np.memmap(path, dtype, "r")
     with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
@@ -336,30 +336,30 @@ def split_tokens(folder, dtype, spans):
 
 @dataclass(frozen=True)
 class Meta:
-    """What meta.json says of a data set."""
+    """The contents of meta.json."""
 
     source: tuple[str, ...]
-    tokenizer: str  # as it was asked for
+    tokenizer: str  # as requested
     bytes: int
     documents: int
     tokens: dict[str, int]  # of each split
     tokenizer_file: Literal["tokenizer.model", "tokenizer.json", "tokenizer.txt"]
     vocab_size: int
     dtype: Literal["uint16", "uint32"]
-    fingerprint: str  # a hash of all tokens, of the tokenizer, and of what is held out
+    fingerprint: str  # a hash of all tokens, the tokenizer and the held-out spans
     held_out: str  # in words
-    times: str | None = None  # digests of the files it was made of: of names, sizes and times,
-    content: str | None = None  # and of what they held
+    times: str | None = None  # digests of the source files: names, sizes and times,
+    content: str | None = None  # and contents
 
 
 class TokenData:
-    """A prepared folder, memory-mapped; with `bos_first`, BOS takes the first place of every window."""
+    """A prepared data set, memory-mapped; with `bos_first`, BOS replaces the first token of every window."""
 
     def __init__(self, folder, bos_first=False):
         self.folder = Path(folder)
         path = self.folder / "meta.json"
         if not exists(path):
-            remedy = "prepare one by python -m sources.data SOURCE --out FOLDER"
+            remedy = "prepare one with python -m sources.data SOURCE --out FOLDER"
             raise UserError(f"no data set in {folder}: {remedy}")
         self.meta = from_values(Meta, read_json(path), f"{path}, to be prepared anew")
         self.vocab_size = self.meta.vocab_size
@@ -372,13 +372,13 @@ class TokenData:
             if count < 1 or size != count * np.dtype(self.meta.dtype).itemsize:
                 raise UserError(f"{path} has {size} bytes, not {count} tokens: prepare the data set anew")
             self.tokens[split] = np.memmap(path, self.meta.dtype, "r")
-        self.tokenizer = load_tokenizer(str(self.tokenizer_file))  # which made the data set
+        self.tokenizer = load_tokenizer(str(self.tokenizer_file))  # that made the data set
         self.first_token = self.tokenizer.bos if bos_first else None  # of every window; None: its own
         if bos_first and self.first_token is None:
             raise UserError(f"--bos-first: the tokenizer of {folder} has no BOS")
 
     def num_windows(self, split, T):
-        """How many windows a split has; UserError if none."""
+        """The number of windows in a split; UserError if 0."""
         size = len(self.tokens[split])
         if size <= T:
             sizes = f"{size} tokens, not the {T + 1} of one window: shorten the sequences"
@@ -386,7 +386,7 @@ class TokenData:
         return (size - 1) // T
 
     def windows(self, split, numbers, T):
-        """Windows, T apart, as inputs and targets, (n, T) int64 each: the targets are one token ahead."""
+        """Windows, T apart, as inputs and targets, (n, T) int64 each; targets are one token ahead."""
         starts = T * np.array(numbers)[:, None]
         places = starts + np.arange(T + 1)  # (n, T + 1)
         window = torch.from_numpy(self.tokens[split][places].astype(np.int64))
@@ -397,19 +397,19 @@ class TokenData:
         return window[:, :-1], window[:, 1:]
 
     def batch(self, data_seed, sequences, T):
-        """Training sequences, a function of (data_seed, their numbers, T): an epoch permutes all windows."""
+        """Training windows, a function of (data_seed, sequence numbers, T); each epoch permutes all."""
         size = self.num_windows("train", T)
         numbers = [permutation(data_seed, i // size, T, size)[i % size] for i in sequences]
         return self.windows("train", numbers, T)
 
     def held_out(self, count, T):
-        """Up to `count` validation windows, evenly spaced: always the same ones."""
+        """Up to `count` validation windows, evenly spaced, always the same."""
         size = self.num_windows("val", T)
         numbers = np.linspace(0, size - 1, min(count, size)).astype(int)
         return self.windows("val", np.unique(numbers), T)
 
 
-@functools.lru_cache(maxsize=2)  # a batch spans two epochs, if none is shorter than it
+@functools.lru_cache(maxsize=2)  # a batch spans at most two epochs
 def permutation(data_seed, epoch, T, size):
     """The order of an epoch's windows, (size,)."""
     return keyed_generator("epoch", data_seed, epoch, T).permutation(size)

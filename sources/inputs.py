@@ -1,4 +1,4 @@
-"""What does a model read while it is measured? Random tokens, random vectors, text."""
+"""What a model reads while it is measured: random tokens, random vectors, or text."""
 
 import functools
 import math
@@ -20,26 +20,26 @@ from lib.settings import RunSettings, UserError, at_least
 from sources.data import TokenData, pieces, read
 from sources.tokenizers import load_tokenizer, tell_spelled
 
-LARGEST_TEXT = 2**26  # bytes of --text; a data set may have any number
-SOURCE_CHARACTERS = 2**19  # read of a source of sources.data
+LARGEST_TEXT = 2**26  # bytes of --text; a data set may be larger
+SOURCE_CHARACTERS = 2**19  # that are read from a source of sources.data
 
 
 def random_streams(kind, input_seed, indices):
-    """A generator for each sequence number, a function of (kind, input_seed, number) alone."""
+    """Yield a generator for each sequence number, dependent only on (kind, input_seed, number)."""
     key = keyed_generator(kind, input_seed).bit_generator.state["state"]["key"]
     for index in indices:
         yield np.random.Generator(np.random.Philox(key=key, counter=[0, 0, 0, index]))
 
 
 def random_tokens(input_seed, indices, T, vocab_size):
-    """Sequences number `indices`, (n, T) int64, i.i.d. uniform; a shorter one is how a longer one begins."""
+    """Uniform random sequences number `indices`, (n, T) int64; a longer one begins with the shorter one."""
     streams = random_streams("tokens", input_seed, indices)
     tokens = [stream.integers(vocab_size, size=T) for stream in streams]
     return torch.from_numpy(np.stack(tokens))
 
 
 def random_vectors(input_seed, indices, T, d):
-    """Vectors in place of embedded tokens, (n, T, d) float32 i.i.d. N(0, 0.02^2) (BB 4.1)."""
+    """Random vectors in place of embedded tokens, (n, T, d) float32, i.i.d. N(0, 0.02^2) (BB 4.1)."""
     streams = random_streams("vectors", input_seed, indices)
     vectors = [stream.standard_normal((T, d), np.float32) for stream in streams]
     return torch.from_numpy(np.stack(vectors)).mul_(STD)
@@ -47,30 +47,30 @@ def random_vectors(input_seed, indices, T, d):
 
 @dataclass
 class TextSettings(RunSettings):
-    """What a command is asked whose models read a text."""
+    """Settings of a command whose models read a text."""
 
-    text: str | None = None  # text file, source or data set, as sources.data; None: docstrings, or random
+    text: str | None = None  # text file, source or data set (sources.data); None: docstrings, or random
     tokenizer: str | None = None  # tokenizer of --text, as in python -m sources.data; None: the model's own
     bos: Literal["auto", "always", "never"] = "auto"  # put BOS in front; auto: as the model was trained
-    first_token: str | None = None  # put this token at position 1: its number, or bos; turns --bos off
-    input_seed: int = 0  # seed of random tokens, and of the places in a text
+    first_token: str | None = None  # token at position 1: its number, or bos; turns --bos off
+    input_seed: int = 0  # seed of random tokens, or of the windows of a text
     num_sequences: at_least(2) = 100  # sequences (Gu et al.: 100)
 
 
 def text_of(settings: TextSettings, spec):
-    """What `read_tokens` reads for a spec, in a word; stderr is told if its tokenizer is not known."""
+    """The name of what `read_tokens` reads for a spec; stderr gets a line if it has no known tokenizer."""
     if settings.text is not None:
         return settings.text
     if settings.tokenizer is not None or spec.tokenizer_file is not None:
         return "docstrings"
     if not spec.is_newborn:
-        hint = "it reads random tokens; --tokenizer names one"
-        print(f"{spec.label}: no tokenizer that is known here: {hint}", file=sys.stderr)
+        hint = "it reads random tokens; name one with --tokenizer"
+        print(f"{spec.label}: no known tokenizer: {hint}", file=sys.stderr)
     return "random tokens"
 
 
 def bos_of(settings: TextSettings, spec):
-    """The BOS that stands in front of what the model of a spec reads, or None. Random tokens have none."""
+    """The BOS in front of what a spec's model reads, or None; random tokens have none."""
     file = settings.tokenizer or spec.tokenizer_file
     if file is None or settings.bos == "never" or settings.first_token is not None:
         return None
@@ -83,9 +83,9 @@ def bos_of(settings: TextSettings, spec):
 
 
 def read_tokens(settings: TextSettings, spec, T):
-    """What the model of a spec reads, (n, T) int64 on the device, with its BOS; UserError for too few.
+    """What a spec's model reads, (n, T) int64 on the device, with BOS in front if the settings ask for it.
 
-    T tokens with BOS have the text of T - 1 without.
+    BOS is one of the T tokens. UserError if the text is too short, or its tokens are not the model's.
     """
     bos = bos_of(settings, spec)
     if bos is not None:
@@ -102,9 +102,9 @@ def read_tokens(settings: TextSettings, spec, T):
         tokenizer = data.tokenizer_file
         tokens, _ = data.held_out(count, T)
     elif tokenizer is None:
-        raise UserError(f"{spec.label} has no tokenizer that is known here: name one by --tokenizer")
+        raise UserError(f"{spec.label} has no known tokenizer: name one with --tokenizer")
     elif tokenizer == "bytes" and spec.config.vocab_size != load_tokenizer("bytes").vocab_size:
-        raise UserError(f"{spec.label} knows {spec.config.vocab_size} tokens, and they are not bytes")
+        raise UserError(f"{spec.label} has {spec.config.vocab_size} tokens, so they are not bytes")
     else:
         encoded = encode(text, str(tokenizer))
         windows = encoded[: len(encoded) // T * T].view(-1, T)  # (all, T)
@@ -112,18 +112,18 @@ def read_tokens(settings: TextSettings, spec, T):
         tokens = windows[generator.choice(len(windows), size=min(count, len(windows)), replace=False)]
     if len(tokens) < count:
         found = f"{text} has {len(tokens)} sequences of {T} tokens, not --num-sequences {count}"
-        raise UserError(f"{found}: name a longer text, or a shorter --sequence-length")
+        raise UserError(f"{found}: use a longer text or a shorter --sequence-length")
     if settings.first_token is not None:
         tokens[:, 0] = first_token(settings.first_token, tokenizer, spec)
     known = spec.config.vocab_size
     if tokens.max() >= known:
-        said = f"the text has token {tokens.max()}, but {spec.label} knows {known}"
-        raise UserError(f"{said}: which tokenizer?")
+        said = f"the text has token {tokens.max()}, but {spec.label} has only {known}"
+        raise UserError(f"{said}: is this its --tokenizer?")
     return tokens.to(settings.device)
 
 
 def first_token(word, tokenizer, spec):
-    """The number that --first-token means; UserError for a word that is none, or a tokenizer without BOS."""
+    """The token that --first-token names; UserError if it names none."""
     number = word
     if word == "bos" and tokenizer is not None:
         number = str(load_tokenizer(str(tokenizer)).bos)
@@ -135,7 +135,7 @@ def first_token(word, tokenizer, spec):
 
 @functools.lru_cache
 def encode(text, tokenizer):
-    """The tokens of a text file, or of the beginning of a source of sources.data: (n,) int64."""
+    """The tokens, (n,) int64, of a text file, or of the beginning of a source of sources.data."""
     if isfile(text):
         check_regular(Path(text), LARGEST_TEXT)
         documents, most = read(Path(text)), math.inf
@@ -156,9 +156,9 @@ def encode(text, tokenizer):
 
 
 def check_tokenizer(spec, data) -> None:
-    """UserError where a checkpoint has a tokenizer, and the data set was made by another one."""
+    """UserError if a checkpoint has a tokenizer, and the data set was made with another."""
     path = spec.tokenizer_file
     if path is None:
         return
     if load_tokenizer(str(path)).content != data.tokenizer_file.read_bytes():
-        raise UserError(f"{data.folder} was made by another tokenizer than {path}")
+        raise UserError(f"{data.folder} was made with another tokenizer than {path}")

@@ -1,4 +1,4 @@
-"""Which model does a run begin, or go on, with? Settings are those of train.py."""
+"""The model that a run starts or resumes with; settings are those of train.py."""
 
 from dataclasses import replace
 
@@ -8,17 +8,17 @@ from model import PRESETS
 from sources import checkpoint
 from sources.inputs import check_tokenizer
 
-SIZES = ("num_layers", "num_heads", "d_model", "d_ff")  # of a preset, that settings may change
+SIZES = ("num_layers", "num_heads", "d_model", "d_ff")  # of a preset; settings may change them
 
 
 def chosen(settings, run):
-    """What a run begins with: a newborn's ModelConfig, or --init-from's Spec; None if it goes on.
+    """What a run starts with: a newborn's ModelConfig or --init-from's Spec; None if it resumes.
 
-    UserError if it goes on unasked, or what it is to begin with does not fit.
+    UserError for an existing run without --resume, or settings that do not fit.
     """
     if run.has_begun():
         if not settings.resume:
-            raise UserError(f"{run.folder} holds a run: go on with --resume, or choose another --out")
+            raise UserError(f"{run.folder} holds a run: continue it with --resume, or choose another --out")
         return None
     if not settings.init_from:
         origin = config = model_config(settings)
@@ -34,7 +34,7 @@ def chosen(settings, run):
 
 
 def model_config(settings):
-    """The preset with the sizes of the settings; UserError if they do not fit one another."""
+    """The preset with the sizes of the settings; UserError if they are inconsistent."""
     changes = {name: getattr(settings, name) for name in SIZES if getattr(settings, name) is not None}
     if "num_heads" in changes:
         changes |= {"num_kv_heads": None, "head_dim": None}  # these follow from the number of heads
@@ -42,15 +42,15 @@ def model_config(settings):
     try:
         return replace(PRESETS[settings.model], **changes)
     except ValueError as error:
-        raise UserError(f"sizes that do not fit: {error}") from None
+        raise UserError(f"inconsistent sizes: {error}") from None
 
 
 def load_model(settings, run, origin, tokens):
-    """The model in float32, and the steps it has made. UserError if it does not fit the data."""
+    """The model in float32, and its step; UserError if it does not fit the data."""
     if origin is None:
         model, state = run.newest()
         if state.data != tokens.meta.fingerprint:
-            raise UserError(f"{tokens.folder} is another data set than {run.folder} was begun with")
+            raise UserError(f"{tokens.folder} is not the data set that {run.folder} was started with")
         return model, state.step
     if settings.init_from:
         check_tokenizer(origin, tokens)
@@ -60,5 +60,5 @@ def load_model(settings, run, origin, tokens):
         model = newborn(config, settings.seed, settings.embedding_seed, settings.init)
     if tokens.vocab_size > model.config.vocab_size:
         sizes = f"{tokens.vocab_size} tokens, the model {model.config.vocab_size}"
-        raise UserError(f"{tokens.folder} has {sizes}: change --tokenizer")
+        raise UserError(f"{tokens.folder} has {sizes}: use another --tokenizer")
     return model, 0

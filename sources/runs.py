@@ -1,4 +1,4 @@
-"""What does a run folder hold, and how does it stay whole?"""
+"""A run folder: what it holds, and how it stays whole."""
 
 import contextlib
 import fcntl
@@ -20,15 +20,15 @@ from lib.results import HUB_COMMITS, commit
 from lib.settings import UserError, from_values, is_first_process, say
 from sources import checkpoint
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # of a parameter's gradient, in AdamW and behind its name in a file
-STEP_FILES = ("config.json", "model.safetensors", "optimizer.safetensors")  # that resuming reads
+MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, and their suffixes in a file
+STEP_FILES = ("config.json", "model.safetensors", "optimizer.safetensors")  # that --resume reads
 LARGEST_LOG = 2**31  # bytes: ten million steps
 DRAWN = 2000  # points of a curve; a longer log is thinned
 
 
 @dataclass(frozen=True)
 class State:
-    """What state.json says of a step."""
+    """The contents of a step's state.json."""
 
     step: int
     data: str  # fingerprint of the data set
@@ -36,7 +36,7 @@ class State:
 
 
 class Run:
-    """A run folder. The first process alone writes into it; a step is there as a whole or not at all."""
+    """A run folder; only the first process writes into it, and a step is there whole or not at all."""
 
     def __init__(self, folder):
         self.folder = Path(folder)
@@ -44,7 +44,7 @@ class Run:
         self.log = self.folder / "metrics.jsonl"
 
     def steps(self):
-        """The folders of its checkpoints, oldest first."""
+        """The checkpoint folders, oldest first."""
         return checkpoint.steps(self.folder)
 
     def step_folder(self, step):
@@ -54,7 +54,7 @@ class Run:
         return any(self.folder.glob("step_*"))
 
     def settings(self, asked, given, may_change=()):
-        """The settings it was begun with, changed by those of `asked` that are given and may change."""
+        """The settings the run started with, plus those of `asked` that are given and may change."""
         begun = from_values(type(asked), read_json(self.settings_file), self.settings_file)
         changes = {"resume": True, "out": asked.out}
         for name in given:
@@ -63,13 +63,13 @@ class Run:
                 changes[name] = value
             elif value != getattr(begun, name):
                 was = f"--{name.replace('_', '-')} {getattr(begun, name)}"
-                raise UserError(f"{self.folder} was begun with {was}: resume with the same")
+                raise UserError(f"{self.folder} was started with {was}: resume with the same")
         return replace(begun, **changes)
 
     def lock(self):
-        """Hold the folder, swept of what killed processes left, until the file that is returned is closed.
+        """Lock the folder until the returned file is closed, and remove what killed processes left.
 
-        It says who holds it. UserError if another process group does.
+        The file names the holder. UserError if another process group holds it.
         """
         path = self.folder / ".lock"
         lock = path.open("a+")
@@ -87,20 +87,20 @@ class Run:
         return lock
 
     def newest(self):
-        """Model and State of the newest whole step; UserError if all are damaged."""
+        """The model and State of the newest whole step; UserError if all are damaged."""
         for folder in self.steps()[::-1]:
             try:
                 state = from_values(State, read_json(folder / "state.json"), folder / "state.json")
                 sums = {name: sha256(folder / name) for name in STEP_FILES}
                 if folder != self.step_folder(state.step) or not sums.items() <= state.sha256.items():
-                    raise UserError("its files are not those that state.json was written for")
+                    raise UserError("its files do not match state.json")
                 return checkpoint.load(folder), state
             except UserError as error:
                 say(f"skipping {folder}: {error}")
         raise UserError(f"no checkpoint in {self.folder} can be resumed")
 
     def restore(self, optimizer, model, step) -> None:
-        """Give an AdamW, which has made no step, the moments that a step has of a model's parameters."""
+        """Load a step's moments of a model's parameters into a fresh AdamW."""
         if step > 0:
             with safe_open(self.step_folder(step) / "optimizer.safetensors", "pt") as moments:
                 for name, parameter in model.named_parameters():
@@ -110,7 +110,7 @@ class Run:
                     optimizer.state[parameter] = values
 
     def begin(self, settings, step, tokens) -> None:
-        """Make the folder what it is after a step: a kill leaves later rows, and steps to prune."""
+        """Bring the folder to its state after a step: cut later rows, prune steps that a kill left."""
         if not is_first_process():
             return
         with atomic_file(self.settings_file) as temporary:
@@ -125,7 +125,7 @@ class Run:
         self.prune(settings.keep, step)
 
     def cut(self, step) -> None:
-        """Cut the log off behind the row of a step, before that of its evaluation, which is made again."""
+        """Cut the log after the row of a step, before its evaluation, which is repeated."""
         if self.log.exists():
             with self.opened_log() as log:
                 place = log.rfind(b'{"step": %d, "loss"' % step)
@@ -134,13 +134,13 @@ class Run:
 
     @contextlib.contextmanager
     def opened_log(self):
-        """The bytes of the log, which are not read before they are asked for."""
+        """A context with the bytes of the log, memory-mapped."""
         check_regular(self.log, LARGEST_LOG)
         with self.log.open("rb") as file:
             yield mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.log.stat().st_size else b""
 
     def append(self, row) -> None:
-        """Add a row to the log; UserError if it cannot be written."""
+        """Append a row to the log; UserError if it cannot be written."""
         if is_first_process():
             try:
                 with self.log.open("a") as file:
@@ -149,7 +149,7 @@ class Run:
                 raise UserError(f"cannot write {self.log}: {error}") from None
 
     def save(self, step, model, optimizer, tokens, keep) -> None:
-        """Write a step's checkpoint, and remove those that `keep` does not select."""
+        """Write a step's checkpoint, and remove those that `keep` does not keep."""
         if not is_first_process():
             return
         with atomic_folder(self.step_folder(step)) as new:
@@ -165,7 +165,7 @@ class Run:
         self.prune(keep, step)
 
     def prune(self, keep, newest) -> None:
-        """Of steps up to the newest, remove those not to be kept, and all optimizers but the last two's."""
+        """Up to the newest step, remove those not kept, and all optimizers but the last two."""
         known = [folder for folder in self.steps() if folder <= self.step_folder(newest)]
         for folder in known[:-2]:
             step = int(folder.name.removeprefix("step_"))
@@ -176,20 +176,20 @@ class Run:
                 remove(folder)
 
     def diverged(self, step, what):
-        """What to say of a loss that is no number; the bad checkpoint of its step, if saved, is put aside."""
+        """The UserError for a loss that is not finite; renames the step's checkpoint if there is one."""
         bad = self.step_folder(step)
         if bad.exists() and is_first_process():
             aside = self.folder / f"diverged_{step:07}"
             remove(aside)  # of an earlier attempt
             bad.rename(aside)
         good = [folder for folder in self.steps() if folder < bad]
-        hint = "begin with other weights"
+        hint = "start from other weights"
         if good:
             hint = f"try --init-from {shlex.quote(str(good[-1]))} --out ANOTHER and a lower --learning-rate"
         return UserError(f"step {step}: {what}; {hint}")
 
     def draw_loss(self) -> None:
-        """loss.png from the log."""
+        """Draw loss.png from the log."""
         if not is_first_process():
             return
         points = []
@@ -201,7 +201,7 @@ class Run:
             curves(points, self.folder / "loss.png", "Does the loss fall?", **options)
 
     def lines_with(self, key):
-        """The lines of the log that hold a key; of a long log as many as are drawn, evenly spread."""
+        """The lines of the log with a key; of a long log about DRAWN of them, evenly spread."""
         lines = []
         with self.opened_log() as log:
             place, last = log.find(key), log.rfind(key)
@@ -213,19 +213,19 @@ class Run:
 
 
 def is_power_of_two(step):
-    """Is a step 1, 2, 4, 8, ..., or birth, 0?"""
+    """Whether a step is 0, 1, 2, 4, 8, ..."""
     return step & (step - 1) == 0
 
 
 def parsed(lines):
-    """The JSON rows of some lines, without half ones, as after a full disk."""
+    """Yield the JSON rows of lines, skipping half-written ones."""
     for line in lines:
         with contextlib.suppress(ValueError):
             yield json.loads(line)
 
 
 def read_rows(path):
-    """The rows of a file that `write_log` wrote, or of a run's log; none if it is not there."""
+    """Yield the rows of a log; none if the file is missing."""
     if path.exists():
         check_regular(path, LARGEST_LOG)
         with path.open(errors="replace") as lines:
@@ -233,7 +233,7 @@ def read_rows(path):
 
 
 def write_log(path, rows) -> None:
-    """Write a file of JSON rows, a line each, anew."""
+    """Write a file of JSON rows, one a line."""
     text = "".join(json.dumps(row) + "\n" for row in rows)
     with atomic_file(path) as temporary:
         temporary.write_text(text)

@@ -1,4 +1,4 @@
-"""What does a model write? Tokens drawn one after another."""
+"""Write text with a model: draw one token after another."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -14,27 +14,27 @@ from sources.tokenizers import load_tokenizer
 
 @dataclass
 class SampleSettings:
-    """What `train.py sample` is asked."""
+    """The settings of `train.py sample`."""
 
     model: Positional[str] = "runs/default"  # a run, a folder, a .gguf file, smollm2, or a name of the Hub
-    prompt: str = ""  # text to go on with; BOS stands before it
-    tokens: at_least(1) = 200  # to write at most; EOS ends a text, too
-    temperature: at_least(0, float) = 0.8  # divides the logits; 0: the likeliest token each time
-    top_k: at_least(1) | None = None  # only the likeliest tokens; None: all
+    prompt: str = ""  # text to continue; BOS comes before it
+    tokens: at_least(1) = 200  # largest number to write; EOS ends a text, too
+    temperature: at_least(0, float) = 0.8  # divides the logits; 0: always the likeliest token
+    top_k: at_least(1) | None = None  # draw only from this many likeliest tokens; None: all
     seed: int = 0  # seed of the draws
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where to compute; auto: cuda, then cpu
 
 
 @torch.no_grad()
 def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, top_k=None, signals=()):
-    """What a model goes on with after BOS (none: token 0) and a prompt: up to `count` tokens, as text."""
+    """The text, up to `count` tokens, that a model writes after BOS (or token 0) and a prompt."""
     vocab_size = min(tokenizer.vocab_size, model.config.vocab_size)  # either may have more
     (prompt_tokens,) = tokenizer.encode([prompt])
     device = model.model.norm.weight.device
     tokens = torch.tensor([[tokenizer.bos or 0, *prompt_tokens]], device=device)  # (1, T)
     start = tokens.shape[1]
     for _ in runtime.progress(range(count), desc="writing", unit=" tokens", leave=False):
-        if signals:  # to stop, which came meanwhile
+        if signals:  # a signal to stop has come
             break
         state = model.hidden(tokens[:, -model.config.context_length :], last_only=True)  # (1, d)
         logits = model.unembed(state)[0, :vocab_size].float().cpu()
@@ -50,12 +50,12 @@ def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, 
 
 
 def sample(settings: SampleSettings) -> None:
-    """What does a checkpoint write? A text that goes on with a prompt."""
+    """Continue a prompt with a checkpoint."""
     spec = checkpoint.parse_spec(settings.model)
     model = spec.load(runtime.choose_device(settings.device))
     if spec.tokenizer_file is None:
-        raise UserError(f"{spec.label} has no tokenizer that can be read here")
+        raise UserError(f"{spec.label} has no tokenizer that we can read")
     tokenizer = load_tokenizer(str(spec.tokenizer_file))
     generator = torch.Generator().manual_seed(settings.seed)
-    wishes = (settings.prompt, settings.tokens, settings.temperature, settings.top_k)
-    print(settings.prompt + generate(model, tokenizer, generator, *wishes))
+    options = (settings.prompt, settings.tokens, settings.temperature, settings.top_k)
+    print(settings.prompt + generate(model, tokenizer, generator, *options))

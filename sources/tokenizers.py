@@ -1,8 +1,8 @@
-"""How does text become token numbers, and back?
+"""Turn text into token numbers, and back.
 
 A tokenizer is bpe:N (N tokens, trained here on a text), a SentencePiece .model file, a tokenizer.json, a
-.gguf file or `smollm2` (a model's own), tiktoken:gpt2, or bytes. A special token that is written in a text,
-as <|endoftext|> may be, is spelt like any other word.
+.gguf file or `smollm2` (a model's own), tiktoken:gpt2, or bytes. A special token spelled out in a text, such
+as <|endoftext|>, is ordinary text.
 """
 
 import functools
@@ -26,54 +26,54 @@ from lib.settings import UserError
 from sources.formats import as_user_error, converted_place, is_gguf
 from sources.gguf import smollm2
 
-PROBE = " Tell  two\n\tkinds (12 + 3) apart: é ﬁ 日本 👩.\r\n\n"  # other kinds of tokenizers cut it otherwise
+PROBE = " Tell  two\n\tkinds (12 + 3) apart: é ﬁ 日本 👩.\r\n\n"  # different tokenizers cut it differently
 BLANK = "\u2581"  # SentencePiece's
-ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # EOS, where no file beside a tokenizer names it
+ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # EOS, if no file beside a tokenizer names it
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """Text to token numbers and back, whatever the library."""
+    """Text to token numbers and back, with any library."""
 
     vocab_size: int
     bos: int | None  # begins a document: BOS, or EOS where there is no BOS
     eos: int | None  # ends a text
     encode: Callable  # list of texts -> list of lists of token numbers
     decode: Callable  # list of token numbers -> text
-    file: str  # that it is kept in
+    file: str  # name of its file
     content: bytes  # of the file
-    piece: Callable | None = None  # token number -> what it says, where decoding one alone loses its blank
+    piece: Callable | None = None  # token number -> text, if decoding one token loses its blank
     for_transformers: Callable = lambda: None  # -> content of a tokenizer.json; None if it has none
-    adds_bos: bool = False  # does it put BOS in front of a text, by its own rule?
-    special: tuple[str, ...] = ()  # what its special tokens are called
+    adds_bos: bool = False  # whether its own rule puts BOS in front of a text
+    special: tuple[str, ...] = ()  # its special tokens
 
     @functools.cached_property
     def spelled(self):
-        """A pattern of what a text spells that is a special token to others, as END, or to this tokenizer."""
+        """A pattern of special tokens that a text may spell: this tokenizer's, and <|endoftext|>."""
         names = sorted({ENDS[0], *self.special}, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, names)))
 
     def text(self, token):
-        """What a token says; "" for one that the tokenizer has not."""
+        """The text of a token; "" if the tokenizer does not have it."""
         if token >= self.vocab_size:
             return ""
         return self.piece(token) if self.piece else self.decode([token])
 
     @property
     def ends(self):
-        """The tokens after which a model that learned our documents has nothing to say."""
+        """The tokens that end a document."""
         return sorted({self.bos, self.eos} - {None})
 
     def save(self, folder, model_type="") -> None:
-        """Write its file; and tokenizer.json and its companions, for `transformers`, if it has them."""
+        """Write its file and, if it has them, the files that `transformers` needs."""
         (folder / self.file).write_bytes(self.content)
         content = self.for_transformers()
         if content is None:
             return
         (folder / "tokenizer.json").write_bytes(content)
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        config["split_special_tokens"] = True  # as here: what a text spells is no special token
-        if model_type == "qwen2":  # else transformers 5 cuts by Qwen's rules, whatever tokenizer.json says
+        config["split_special_tokens"] = True  # as here: spelled out, they are text
+        if model_type == "qwen2":  # else transformers 5 ignores tokenizer.json's rules
             config["auto_map"] = {"AutoTokenizer": [None, None]}
         if self.bos is not None:
             config["bos_token"] = self.text(self.bos)
@@ -83,7 +83,7 @@ class Tokenizer:
 
 
 def load_tokenizer(name, texts=()):
-    """The tokenizer of a name, `bpe:N` trained on `texts`; UserError for what is none."""
+    """The tokenizer of a name, `bpe:N` trained on `texts`; UserError for an unknown name."""
     if Path(name).name == "tokenizer.txt":
         name = read_bytes(Path(name)).decode(errors="replace")
     if name == "bytes":
@@ -95,9 +95,7 @@ def load_tokenizer(name, texts=()):
     path = converted_tokenizer(name) or Path(name)
     if not isfile(path):
         if converted_tokenizer(name):
-            raise UserError(
-                f"{name}: open it as a --model first, which converts its tokenizer, if it is known"
-            )
+            raise UserError(f"{name}: open it as a --model first, which converts its tokenizer if it can")
         expected = "bpe:N, a .model or tokenizer.json, tiktoken:gpt2 or bytes"
         raise UserError(f"no tokenizer '{name}': expected {expected}")
     content = read_bytes(path, LARGEST_TOKENIZER)
@@ -107,13 +105,13 @@ def load_tokenizer(name, texts=()):
 
 
 def converted_tokenizer(name):
-    """The tokenizer.json to which a .gguf file's, or smollm2's, is converted; None for other names."""
+    """The tokenizer.json converted from a .gguf file, or smollm2; None for other names."""
     path = smollm2() if name == "smollm2" else Path(name)
     return converted_place(path) / "tokenizer.json" if is_gguf(path) else None
 
 
 def bytes_tokenizer():
-    """The UTF-8 bytes of a text, and BOS, 256."""
+    """A tokenizer of UTF-8 bytes, with BOS 256."""
 
     def encode(texts):
         return [list(text.encode()) for text in texts]
@@ -125,11 +123,11 @@ def bytes_tokenizer():
 
 
 def tiktoken_tokenizer(name):
-    """One of tiktoken's, which it downloads once."""
+    """A tokenizer of tiktoken, which downloads it once."""
     try:
         coder = tiktoken.get_encoding(name.removeprefix("tiktoken:"))
-    except Exception as error:  # its download raises whatever the network library does
-        hint = "download it once elsewhere and set TIKTOKEN_CACHE_DIR to the folder of its cache"
+    except Exception as error:  # whatever the network library raises
+        hint = "download it once elsewhere and set TIKTOKEN_CACHE_DIR to its cache folder"
         raise UserError(f"no {name} here: {hint}, or use bpe:N ({error!r})") from None
     encode = coder.encode_ordinary_batch
     eot = coder.eot_token
@@ -139,12 +137,12 @@ def tiktoken_tokenizer(name):
 
 
 def json_tokenizer(path, content, bos=None, eos=None, adds_bos=None):
-    """The tokenizer of a tokenizer.json's bytes; `bos` and `eos` are text, or None: as it says itself."""
+    """The tokenizer of a tokenizer.json's bytes; `bos` and `eos` are text, or None for its own."""
     with as_user_error(path):
         coder = tokenizers.Tokenizer.from_buffer(content)
         coder.no_truncation()
         coder.no_padding()
-        coder.encode_special_tokens = True  # as any other text
+        coder.encode_special_tokens = True  # as ordinary text
         encoding = coder.encode("a")
         vocab_size = 1 + max(coder.get_vocab().values())
         special = {token.content for token in coder.get_added_tokens_decoder().values() if token.special}
@@ -167,13 +165,13 @@ def json_tokenizer(path, content, bos=None, eos=None, adds_bos=None):
 
 
 def config_beside(path):
-    """What tokenizer_config.json beside a tokenizer's file says."""
+    """The tokenizer_config.json beside a tokenizer's file, a dictionary."""
     config = path.with_name("tokenizer_config.json")
     return read_json(config) if config.exists() else {}
 
 
 def special_tokens_beside(path):
-    """BOS and EOS, as text, and whether BOS is added, by tokenizer_config.json; None if it does not say."""
+    """BOS and EOS as text, and whether BOS is added, from tokenizer_config.json; None if not given."""
     values = config_beside(path)
     tokens = [values.get("bos_token"), values.get("eos_token")]
     tokens = [token["content"] if isinstance(token, dict) else token for token in tokens]
@@ -201,7 +199,7 @@ def sentencepiece_tokenizer(name, model, adds_bos=False):
 
 
 def tokenizer_json(coder):
-    """What tokenizer.json says of a SentencePiece BPE of bpe:N's kind; None if it cuts texts otherwise."""
+    """The bytes of a tokenizer.json for a SentencePiece BPE like bpe:N; None if that cuts differently."""
     pieces = coder.id_to_piece(list(range(coder.vocab_size())))
     numbers = {piece: number for number, piece in enumerate(pieces)}
     merges = []
@@ -211,7 +209,7 @@ def tokenizer_json(coder):
         for i in range(1, len(piece)):
             if piece[:i] in numbers and piece[i:] in numbers:
                 merges.append((-coder.get_score(number), piece[:i], piece[i:]))
-    merges.sort(key=lambda merge: merge[0])  # `tokenizers` merges the first pair of a list, not the best
+    merges.sort(key=lambda merge: merge[0])  # `tokenizers` merges the first pair, not the best
     unknown = pieces[coder.unk_id()]
     model = models.BPE(numbers, [merge[1:] for merge in merges], unk_token=unknown, byte_fallback=True)
     fast = tokenizers.Tokenizer(model)
@@ -223,21 +221,21 @@ def tokenizer_json(coder):
 
 
 def tell_spelled(counts, place) -> None:
-    """Say which special tokens a text spells, by how often it does: they are text here."""
+    """Print which special tokens a text spells out, and how often; they are text here."""
     if counts:
         told = ", ".join(f"{name} {count:,} times" for name, count in counts.most_common(9))
-        print(f"{place} spells special tokens, which are text here: {told}", file=sys.stderr)
+        print(f"{place} spells out special tokens, which are text here: {told}", file=sys.stderr)
 
 
 def train_bpe(name, texts, sample=400_000, largest=2**28):
-    """The SentencePiece file of `bpe:N`, trained on a random `sample` of the lines of `texts`.
+    """The bytes of a SentencePiece file: `bpe:N`, trained on a random `sample` of the lines of `texts`.
 
-    Of long lines the sample has fewer: `largest` characters in all.
+    The sample has at most `largest` characters.
     """
-    generator = random.Random(0)  # the sample is always the same one; SentencePiece's own is not
+    generator = random.Random(0)  # always the same sample; SentencePiece's own is not
     lines = []
     all_lines = (line for text in texts for line in text.splitlines() if line.strip())
-    size = 0  # of all in the sample, in characters
+    size = 0  # of the sample, in characters
     for i, line in enumerate(all_lines):
         if i < sample:
             lines.append(line)
@@ -260,15 +258,15 @@ def train_bpe(name, texts, sample=400_000, largest=2**28):
             normalization_rule_name="identity",
             remove_extra_whitespaces=False,
             add_dummy_prefix=False,
-            allow_whitespace_only_pieces=False,  # a run of spaces is a token for each, as in GPT-2
-            max_sentence_length=2**20,  # bytes; what is longer is left out
-            num_threads=2,  # the file says how many there were, and should be the same on any machine
+            allow_whitespace_only_pieces=False,  # one token per space, as in GPT-2
+            max_sentence_length=2**20,  # bytes; longer ones are left out
+            num_threads=2,  # fixed: the file records it
             minloglevel=2,
         )
     except (RuntimeError, OSError, ValueError, OverflowError) as error:
         largest = str(error).partition("to a value <= ")[2].rstrip(".")
         if largest:
-            raise UserError(f"use --tokenizer bpe:{largest} or bytes: {name} takes more text") from None
+            raise UserError(f"use --tokenizer bpe:{largest} or bytes: {name} needs more text") from None
         reason = str(error).split("] ")[-1] or "its N is too small, or the source empty"
         raise UserError(f"cannot train {name} (bpe:N, N tokens) on this source: {reason}") from None
     return model.getvalue()

@@ -140,8 +140,8 @@ def test_a_folder_means_all_text_in_it(tmp_path):
     words = ["--tokenizer", "bytes", "--held-out", 0.5, "--out"]
     for i, name in enumerate([folder, f"{folder}/**"]):
         printed = run_here("sources.data", name, *words, tmp_path / f"set{i}").stdout
-        assert "passed over, as no text: 5 files, as " in printed
-    assert "passed over" not in run_here("sources.data", folder / "a/c.md", *words, tmp_path / "set").stdout
+        assert "skipped 5 files that are not text, such as " in printed
+    assert "skipped" not in run_here("sources.data", folder / "a/c.md", *words, tmp_path / "set").stdout
 
 
 def test_packages(monkeypatch):
@@ -257,7 +257,7 @@ def test_a_damaged_folder_is_refused(corpus, tmp_path, name, right, wrong, word)
         ([ROOT / "LICENSE"], ["expected .txt"]),
         (["NOTHING"], ["no text in"]),
         ([ROOT / "lesson" / "__init__.py"], ["or the source empty"]),
-        (["LATIN"], ["latin.md", "no text in UTF-8"]),
+        (["LATIN"], ["latin.md", "not UTF-8 text"]),
         (["GOOD", "--tokenizer", ROOT / "README.md"], ["cannot read", "README.md"]),
         (["GOOD", "--tokenizer", "nothing"], ["no tokenizer", "tiktoken:gpt2"]),
         (["GOOD", "--held-out", "1.0"], ["--held-out"]),

@@ -278,7 +278,7 @@ def test_a_step_opens_in_transformers(whole, tmp_path):
     sampled = run_here("train.py", "sample", run, "--prompt", "the", "--temperature", 0, "--device", "cpu")
     assert sampled.stdout.split("\n", 1)[1] == coder.decode(written[1:-1]) + "\n"
     assert_refused(run_here("train.py", "sample", "tiny_llama@1"), "no tokenizer")
-    for parent, message in (("backcopy@1", "change --tokenizer"), (whole, "by another tokenizer")):
+    for parent, message in (("backcopy@1", "another --tokenizer"), (whole, "with another tokenizer")):
         with pytest.raises(UserError, match=message):
             train.train(small(tokens, tmp_path / "new", init_from=str(parent)))
 
@@ -476,8 +476,8 @@ def test_divergence_names_the_last_good_checkpoint(tokens, tmp_path, eval_every)
         (["--init-from", "backcopy@1", "--embedding-seed", "7"], ["--embedding-seed", "leave one out"]),
         (["--init-from", "runs/other", "--model=tiny_llama"], ["--model", "leave one out"]),
         (["--init-from", "runs/other", "--d-ff", "8"], ["--d-ff", "leave one out"]),
-        (["--num-heads", "5"], ["sizes that do not fit", "256/5"]),
-        (["--num-heads", "5", "--data", "none"], ["sizes that do not fit"]),  # before data are opened
+        (["--num-heads", "5"], ["inconsistent sizes", "256/5"]),
+        (["--num-heads", "5", "--data", "none"], ["inconsistent sizes"]),  # before data are opened
         (["--warmup-iters", "12"], ["--warmup-iters 12", "the 12 of --max-iters"]),
     ],
 )

@@ -79,7 +79,7 @@ def test_a_run_of_other_settings_is_not_reused(tmp_path):
     (tmp_path / "run/settings.json").write_text(json.dumps(asdict(run)))
     as_train_may_leave_it = replace(run, keep="last", log_every=1, dtype="auto")
     trainings.train_all([run, as_train_may_leave_it])
-    with pytest.raises(UserError, match="begun with --learning-rate 0.001"):
+    with pytest.raises(UserError, match="started with --learning-rate 0.001"):
         trainings.train_all([replace(run, learning_rate=0.5)])
 
 
