@@ -95,7 +95,7 @@ class Stack(Run):
     model: str = ""  # what it is called
     name: str = ""  # what begins the stack's names, and no other stack's; "" where there are no others
     size: int = 0  # parameters in its layers
-    reads_images: bool = False  # by a convolution?
+    reads_images: bool = False  # by a convolution, or by another matrix of its own?
     named: list = field(default_factory=list)  # matrices that may be its embedding matrix,
     tables: list = field(default_factory=list)  # the same: a name each, or the names of two as a product
     heads: list = field(default_factory=list)  # the tables, if tied
@@ -166,6 +166,9 @@ def find_stacks(source, model=""):
     for run in runs:
         beside = [name for name in outside if name in tables[run] or run in reach[name]]
         naming = {"source": source, "model": model, "name": common_name(run, runs)}
+        own = [outside[name] for name in beside if reach[name] == [run] and len(outside[name]) == 2]
+        has_entrance = any(rows == run.width != columns for rows, columns in own)
+        naming["reads_images"] = run in with_images or has_entrance
         stacks.append(stack_of(run, tables[run], beside, run in with_images, naming))
     if any(stack.unread[PACKED] for stack in stacks) and not any(stack.mlps for stack in stacks):
         raise packed_error(source.place, source.packed)
@@ -212,7 +215,6 @@ def stack_of(run, named, beside, with_images, naming):
         width=width,
         layers=layers,
         size=size,
-        reads_images=with_images,
         named=named,
         tables=tables,
         heads=heads or tables,

@@ -7,7 +7,7 @@ V tokens is Q R, so that d numbers, R times a unit's weights, say all but Q, whi
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -23,6 +23,7 @@ LONGEST_ROW = 10.0  # of a table, in units of the median: one token must not dro
 MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
 WIDE, DIRECTIONS = 1536, 1024  # units of models wider than that are seen in so many random directions
 SMALLEST_EIGENVALUE = 1e-6  # of an embedding's Gram matrix, in units of their mean: smaller ones are raised
+ROW_BY_ROW = 2**31  # turns, or more than there are units
 RIDGE = 3.0  # of decorrelation: half more units are found under noise of three std than with 0.03
 NEGATIVE_GAINS = 0.01  # share of a model's gains: language models have 0.002 at most, less one they have 0.15
 # Families that store gain - 1; in a .gguf file they do not
@@ -35,10 +36,10 @@ class Reading:
 
     table: tuple  # the embedding matrix: its name, or the names of two whose product it is
     head: tuple
-    interleaved: bool  # gate and up in one matrix: row by row, or one above the other
     from_one: bool  # gains are stored less one
     backward: bool  # of two matrices of an MLP without names the other one writes
     turned: bool  # square matrices of MLPs are stored the other way
+    turns: int = 1  # in which gate and up lie in one matrix: 1, one above the other; ROW_BY_ROW
 
 
 def readings(stack):
@@ -50,13 +51,12 @@ def readings(stack):
     gains = [stack.source.read(norm).float() for norm in norms]
     if gains and (torch.cat(gains) <= 0).float().mean() > NEGATIVE_GAINS:  # the family's name may be wrong
         from_one.append(not from_one[0])
-    is_fused = any("gate_up" in mlp.matrices for mlp in stack.mlps)
     is_guess = any(len(mlp.views) == 2 and not mlp.is_named for mlp in stack.mlps)
     shapes = [stack.source.shapes[name] for mlp in stack.mlps for name in mlp.matrices.values()]
     is_square = any(shape[-1] == shape[-2] for shape in shapes)
-    interleaved, backward, turned = ((False, True)[: 1 + open] for open in (is_fused, is_guess, is_square))
+    backward, turned = ((False, True)[: 1 + open] for open in (is_guess, is_square))
     heads = dict.fromkeys(stack.heads + stack.tables)
-    choices = itertools.product(stack.tables, heads, interleaved, from_one, backward, turned)
+    choices = itertools.product(stack.tables, heads, from_one, backward, turned)
     return [Reading(*choice) for choice in choices]
 
 
@@ -81,6 +81,7 @@ class Units:
         self.layers = sorted({mlp.layer for mlp in self.mlps})  # that have MLPs
         self.tables = {} if tables is None else tables  # what `table` has read, for all readings of the stack
         self.samples = {}  # of a base, for many suspects
+        self.in_other_turns = {}
 
     def seen_in(self, rows):
         """The same units in the directions of Q that rows (k, d) by view span; no wide ones: in all."""
@@ -112,6 +113,15 @@ class Units:
         """What leads from rows to each view: R (d, d) of its table, or its `directions`, (k, d)."""
         roots = {view: self.table(view)[1] for view in self.tables_of}
         return {view: self.directions[view] @ roots[view] for view in self.directions} or roots
+
+    def in_turns(self, turns):
+        """The same units where gate and up take so many turns in one matrix."""
+        if turns == self.reading.turns:
+            return self
+        if turns not in self.in_other_turns:
+            reading = replace(self.reading, turns=turns)
+            self.in_other_turns[turns] = Units(self.stack, reading, self.tables, self.directions)
+        return self.in_other_turns[turns]
 
     def numbers(self, limit=None, layers=None):
         """The numbers of the MLPs in up to `limit` of some `layers`, evenly spaced; of few experts each."""
@@ -159,8 +169,8 @@ class Units:
         rows = residual_rows(self.stack, name, weight, self.reading.turned, view == "down").float()
         if role not in mlp.matrices:
             rows = rows[: 2 * units_of(self.stack.source.shapes[mlp.matrices["down"]], self.width)]
-            halves = (rows[0::2], rows[1::2]) if self.reading.interleaved else rows.chunk(2)
-            rows = halves[role == "up"]
+            size = max(1, len(rows) // 2 // self.reading.turns)  # of a turn
+            rows = rows.view(-1, 2, size, self.width)[:, int(role == "up")].flatten(0, 1)
         if view == "down":  # what is written meets the mean first, what reads meets the gain first
             rows = self.without_mean(self.stack.norm, rows * self.gain(mlp.norm_behind))
             return rows * self.gain(self.stack.norm)

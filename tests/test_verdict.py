@@ -201,16 +201,15 @@ def random_rows(count: int) -> torch.Tensor:
     return torch.randn(count, 64, generator=torch.Generator().manual_seed(0))
 
 
-def fused(weights: dict, interleaved=False, exchanged=False) -> dict:
-    """Gate and up in one matrix: its rows in turn, or one half above the other."""
+def fused(weights: dict, turns=1, exchanged=False) -> dict:
+    """Gate and up in one matrix: one above the other, or in several turns."""
     others = changed(weights, {"gate_proj": "", "up_proj": ""})
     for layer in range(3):
         mlp = f"model.layers.{layer}.mlp."
-        pair = [weights[f"{mlp}{view}_proj.weight"] for view in ("gate", "up")]
+        pair = [weights[f"{mlp}{view}_proj.weight"].view(turns, -1, 64) for view in ("gate", "up")]
         if exchanged:
             pair.reverse()
-        both = torch.stack(pair, 1).flatten(0, 1) if interleaved else torch.cat(pair)
-        others[f"{mlp}gate_up_proj.weight"] = both
+        others[f"{mlp}gate_up_proj.weight"] = torch.cat(pair, 1).flatten(0, 1)
     return others
 
 
@@ -257,7 +256,7 @@ def with_a_narrow_table(weights: dict) -> dict:
     return weights | {name: weights[name][:, :32] for name in TABLES}
 
 
-IN_TURN = partial(fused, interleaved=True)
+IN_TURN = partial(fused, turns=96)
 PQR = {"gate_proj": "p", "up_proj": "r", "down_proj": "q"}
 RPQ = {"gate_proj": "r", "up_proj": "p", "down_proj": "q"}
 DBRX = {"mlp.gate_proj.weight": "ffn.experts.mlp.w1", "mlp.up_proj.weight": "ffn.experts.mlp.v1"}
@@ -268,6 +267,8 @@ FOUND = {  # what was done to the base, and to a hidden child or a stranger
     "DBRX": (DBRX, DBRX),
     "layers moved, no head": ({}, {"lm_head.weight": "", "layers.0.": "layers.3."}),
     "halves and in turn": (fused, IN_TURN),
+    "apart, and of eight processes": ({}, partial(fused, turns=8)),
+    "of four and of eight processes": (partial(fused, turns=4), partial(fused, turns=8, exchanged=True)),
     "beside a stranger": ({}, beside_a_stranger),
     "few tokens": ({}, first_tokens),
     "a huge token": ({}, with_a_huge_token),
