@@ -434,6 +434,43 @@ def test_layers_at_other_places(tmp_path):
         assert answer == verdict, sentence
 
 
+MOVED = PQR | {".1.": ".2."}
+COPIED = {  # matrices that a stranger has of the base, bit for bit, in place of its own; what is said then
+    "an MLP": (
+        ".1.mlp.",
+        ".2.mlp.",
+        MOVED,
+        "the MLPs of layer 3 are bit for bit those of the base's layer 2,",
+    ),
+    "each MLP": (".mlp.", ".mlp.", PQR, "the MLPs of layers 1-3 are bit for bit those of the base's layers"),
+    "a matrix": ("1.mlp.up", "1.mlp.up", {}, "a part may have been copied"),
+    "it moved": (
+        ".1.self_attn.q",
+        "none",
+        {"1.self_attn.q_proj": "2.mix"},
+        "are the base's bit for bit, but no whole MLP or layer",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COPIED)
+def test_equal_bits_anywhere_are_evidence(case):
+    """Beside another attention and table, under other names; but not those of a formula, in each layer."""
+    part, place, names, said = COPIED[case]
+    base, stranger = weights_of(BASE), weights_of(STRANGER)
+    copied = {name: weight for name, weight in base.items() if part in name}
+    others = {name: weight for name, weight in stranger.items() if place not in name}
+    formula = {f"model.layers.{layer}.dft.x": random_rows(64).cos() for layer in range(3)}
+    others, stranger = (weights | changed(formula, {"x": "y"}) for weights in (others, stranger))
+    base, others, stranger = (
+        disguise.as_source(weights, CONFIG)
+        for weights in (base | formula, others | changed(copied, names), stranger)
+    )
+    answer, sentence = judged(base, others)
+    assert answer == (SAME_BIRTH if case == "each MLP" else INCONCLUSIVE) and said in sentence, sentence
+    assert judged(base, stranger)[0] == NO_EVIDENCE
+
+
 def as_tokenizer_json(place, ids: dict) -> None:
     (place / "tokenizer.json").write_text(json.dumps({"model": {"vocab": ids}}))
 
