@@ -63,13 +63,12 @@ def parts_of(stack, count):
     parts = {}
     for number, digests in digests_of(stack, count).items():
         mlps = [mlp for mlp in stack.mlps if mlp.layer == number]
-        if digests and {name for mlp in mlps for name in mlp.matrices.values()} <= {
-            name for name, _ in digests
-        }:
+        wanted = {name for mlp in mlps for name in mlp.matrices.values()}
+        if digests and wanted.issubset(name for name, _ in digests):
             parts[number] = number, tuple(sorted(digests.values()))
         for mlp in mlps:
-            matrices = [(name, mlp.expert) for name in mlp.matrices.values()]
-            if digests.keys() >= {*matrices}:
+            matrices = {(name, mlp.expert) for name in mlp.matrices.values()}
+            if matrices <= digests.keys():
                 parts[mlp.label] = number, tuple(sorted(digests[matrix] for matrix in matrices))
     return parts
 
@@ -97,9 +96,9 @@ def equal_parts(base, suspect, is_thorough=True):
         places = defaultdict(list)
         for number, digests in parts_of(base, count).values():
             places[digests].append(number)
-        layers = Counter(
-            digest for digests in digests_of(base, count).values() for digest in {*digests.values()}
-        )
+        layers = Counter()
+        for digests in digests_of(base, count).values():
+            layers.update({*digests.values()})
         own = {digest for digest in layers if layers[digest] == 1}
         equal = {}
         for part, (number, digests) in parts_of(suspect, count).items():

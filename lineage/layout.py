@@ -494,13 +494,12 @@ def gains_of(names, source, width):
 
     They have a norm's name, or else values mostly of one sign, as biases have not.
     """
-    found = {rest: name for rest, name in names.items() if source.shapes[name] == (width,)}
-    found = {rest: name for rest, name in found.items() if not rest.endswith("bias")}
-    return {
-        rest: name
-        for rest, name in found.items()
-        if NORM.search(rest) or source.read(name).sign().float().mean().abs() > MOSTLY
-    }
+    gains = {}
+    for rest, name in names.items():
+        if source.shapes[name] == (width,) and not rest.endswith("bias"):
+            if NORM.search(rest) or source.read(name).sign().float().mean().abs() > MOSTLY:
+                gains[rest] = name
+    return gains
 
 
 def norms_of_layer(source, names, width):

@@ -23,7 +23,6 @@ LONGEST_ROW = 10.0  # of a table, in units of the median: one token must not dro
 MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
 WIDE, DIRECTIONS = 1536, 1024  # units of models wider than that are seen in so many random directions
 SMALLEST_EIGENVALUE = 1e-6  # of an embedding's Gram matrix, in units of their mean: smaller ones are raised
-ROW_BY_ROW = 2**31  # turns, or more than there are units
 RIDGE = 3.0  # of decorrelation: half more units are found under noise of three std than with 0.03
 NEGATIVE_GAINS = 0.01  # share of a model's gains: language models have 0.002 at most, less one they have 0.15
 # Families that store gain - 1; in a .gguf file they do not
@@ -39,7 +38,7 @@ class Reading:
     from_one: bool  # gains are stored less one
     backward: bool  # of two matrices of an MLP without names the other one writes
     turned: bool  # square matrices of MLPs are stored the other way
-    turns: int = 1  # in which gate and up lie in one matrix: 1, one above the other; ROW_BY_ROW
+    turns: int = 1  # in which gate and up lie in one matrix; 1: one above the other
 
 
 def readings(stack):
@@ -81,7 +80,6 @@ class Units:
         self.layers = sorted({mlp.layer for mlp in self.mlps})  # that have MLPs
         self.tables = {} if tables is None else tables  # what `table` has read, for all readings of the stack
         self.samples = {}  # of a base, for many suspects
-        self.in_other_turns = {}
 
     def seen_in(self, rows):
         """The same units in the directions of Q that rows (k, d) by view span; no wide ones: in all."""
@@ -113,15 +111,6 @@ class Units:
         """What leads from rows to each view: R (d, d) of its table, or its `directions`, (k, d)."""
         roots = {view: self.table(view)[1] for view in self.tables_of}
         return {view: self.directions[view] @ roots[view] for view in self.directions} or roots
-
-    def in_turns(self, turns):
-        """The same units where gate and up take so many turns in one matrix."""
-        if turns == self.reading.turns:
-            return self
-        if turns not in self.in_other_turns:
-            reading = replace(self.reading, turns=turns)
-            self.in_other_turns[turns] = Units(self.stack, reading, self.tables, self.directions)
-        return self.in_other_turns[turns]
 
     def numbers(self, limit=None, layers=None):
         """The numbers of the MLPs in up to `limit` of some `layers`, evenly spaced; of few experts each."""
@@ -169,8 +158,8 @@ class Units:
         rows = residual_rows(self.stack, name, weight, self.reading.turned, view == "down").float()
         if role not in mlp.matrices:
             rows = rows[: 2 * units_of(self.stack.source.shapes[mlp.matrices["down"]], self.width)]
-            size = max(1, len(rows) // 2 // self.reading.turns)  # of a turn
-            rows = rows.view(-1, 2, size, self.width)[:, int(role == "up")].flatten(0, 1)
+            size, rest = divmod(len(rows) // 2, self.reading.turns)  # of a turn; of other layers one row
+            rows = rows.view(-1, 2, 1 if rest else size, self.width)[:, int(role == "up")].flatten(0, 1)
         if view == "down":  # what is written meets the mean first, what reads meets the gain first
             rows = self.without_mean(self.stack.norm, rows * self.gain(mlp.norm_behind))
             return rows * self.gain(self.stack.norm)
@@ -185,6 +174,11 @@ class Units:
     def gain(self, norm):
         """A norm's gain, (d,); 1 where there is no norm."""
         return self.stack.source.read(norm).float() + self.reading.from_one if norm else 1.0
+
+
+def in_turns(units, turns):
+    """The same Units if gate and up take so many turns in one matrix."""
+    return Units(units.stack, replace(units.reading, turns=turns), units.tables, units.directions)
 
 
 def is_along(stack, name, shape, turned=False, writes=None):

@@ -37,7 +37,8 @@ NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training
 STACK = re.compile(r"(?!.*[./]\d+[./])(?:.*[./])?(?:layers?|blocks?|h)[./]")  # of tensors with all layers
 FP8 = ("F8_E4M3", "torch.float8_e4m3fn")
 NO_SCALE = LazyTensor((), "F32", partial(torch.ones, ()))
-SCALE = re.compile(r"_scale(?:_inv|_ub)?$|\.q?scale_(?:weight|input)$")  # beside FP8: of a matrix, its inputs
+SCALE = re.compile(r"_scale(?:_inv|_ub)?$|\.q?scale_(?:weight|input)$|scaled_fp8$")  # or a mark, beside FP8
+SCALES_OF_OWNER = ("scale", "scale_weight", "qscale_weight")
 BLOCK_SIZE = re.compile(r'"weight_block_size": \[(\d+), (\d+)\]')  # as config.json tells it
 NO_WEIGHT = ("BOOL", "I64", "torch.bool", "torch.int64")  # which masks and lookup tables have
 MOMENT = re.compile(r"(?:^|[./])(?:\w*exp_avg\w*|momentum\w*|step)$")  # what an optimizer keeps of a weight
@@ -88,7 +89,6 @@ WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json")  # read be
 
 
 PART_OF_EACH = "a part of each matrix: name a folder, or join the parts first"
-CONVERT = "load it where it was made, and save its weights as .safetensors, by torch.save, or as .gguf"
 
 
 class ForeignArchitecture(UserError):
@@ -259,29 +259,23 @@ def rows_of(read, rows, part=()):
 
 
 def with_scales(place, raw, tensors):
-    """Tensors, of which those in FP8 are multiplied by the scales beside them, which are no weights.
-
-    Those without any are UNSCALED. What marks a file, `scaled_fp8`, is no weight, either.
-    """
-    packed = [name for name, tensor in tensors.items() if tensor.kind in FP8 and 0 not in tensor.shape]
+    """Tensors, of which those in FP8 are multiplied by the scales beside them, which are no weights."""
+    packed = [name for name, tensor in tensors.items() if tensor.kind in FP8]
     if not packed:
         return tensors
     weights = {name: tensor for name, tensor in tensors.items() if not SCALE.search(name)}
     said = BLOCK_SIZE.search(json.dumps(raw))
     blocks = [int(size) for size in said.groups()] if said else [128, 128]
-    for name in packed:
+    for name in weights.keys() & packed:
         shape, owner = tensors[name].shape, name.removesuffix("weight")
-        beside = [f"{name}_scale_inv", f"{name}_scale"]
-        beside += [f"{owner}{end}" for end in ("scale", "scale_weight", "qscale_weight")]
+        beside = [f"{name}_scale_inv", f"{name}_scale", *(f"{owner}{end}" for end in SCALES_OF_OWNER)]
         beside = [scale for scale in beside if scale in tensors]
         fitting = [scale for scale in beside if block_sizes(shape, tensors[scale].shape, blocks)]
         found = (fitting or beside or [""])[0]
         weights.pop(found, None)
-        read_scale = tensors.get(found, NO_SCALE).read
-        read = partial(multiplied, f"{place}: {name}", tensors[name].read, read_scale, shape, blocks)
+        scale = tensors.get(found, NO_SCALE)
+        read = partial(multiplied, f"{place}: {name}", tensors[name].read, scale.read, shape, blocks)
         weights[name] = LazyTensor(shape, "F32" if found else UNSCALED, read)
-        if name.endswith("scaled_fp8"):
-            del weights[name]
     return weights
 
 
@@ -325,7 +319,10 @@ def weight_files(place):
         if re.search(r"(consolidated\.|mp_rank_)(?!00)\d\d", second) and exists(second):
             raise UserError(f"{place} has {PART_OF_EACH}")
         if place.suffix.lower() in OTHER_FORMATS:
-            raise UserError(f"{place}: {place.suffix} files are not read here: {CONVERT}")
+            remedy = (
+                "load it where it was made, and save its weights as .safetensors, by torch.save, or as .gguf"
+            )
+            raise UserError(f"{place}: {place.suffix} files are not read here: {remedy}")
         return shards_of(place)
     names = [name for name in WEIGHT_FILES if exists(place / name)]
     if not names:
