@@ -4,7 +4,7 @@ import functools
 import itertools
 from dataclasses import dataclass
 
-from lineage.evidence import diagonal_test, equal_layers, look, weight_correlations, why_bare
+from lineage.evidence import diagonal_test, equal_parts, look, weight_correlations, why_bare
 from lineage.layout import find_stacks
 from lineage.match import likeliest_way, match_stacks
 from lineage.settings import CompareSettings
@@ -76,7 +76,8 @@ def compare_weights(pair, settings, is_thorough):
             pair.coordinates[kind] = diagonal_test(correlation, key, settings.permutations)
     else:
         pair.coordinates, pair.namesakes = look(*stacks)
-    pair.equal, pair.is_whole = equal_layers(*stacks, is_thorough), is_thorough
+    pair.equal, pair.has_equal = equal_parts(*stacks, is_thorough)
+    pair.is_whole = is_thorough
     pair.bare = " and ".join(filter(None, map(why_bare, stacks)))
     fill(pair)
 

