@@ -120,6 +120,9 @@ def streamings(settings: StreamingSettings, spec, model):
     count = tokens.shape[1] - window + 1  # positions of an entry
     constants = entries_at(model, others[:, 0], count, is_mean=True)
     first_tokens = entries_at(model, tokens[:, 0], count)
+    values = constants[-1][1]
+    if (values - values[:, :, :1]).abs().max() > 0.001 * values.abs().max():
+        raise UserError(f"{spec.label}: its positions are more than distances: they change a token's values")
     transplanted = with_constants(model, constants_at(model, others))
     rows, points = [], []
     cases = {
@@ -179,9 +182,10 @@ def entries_at(lens, tokens, count, is_mean=False):
     lens.trunk(input_ids=alone, position_ids=places, past_key_values=cache)
     layers = []
     for layer in cache.layers:
-        pair = [
-            x.view(len(tokens), count, *x.shape[1::2]).transpose(1, 2) for x in (layer.keys, layer.values)
-        ]
+        flat = [
+            x.squeeze(2).unflatten(0, (-1, count)) for x in (layer.keys, layer.values)
+        ]  # (c, count, G, D)
+        pair = [x.transpose(1, 2) for x in flat]
         layers.append([x.mean(0, keepdim=True) if is_mean else x for x in pair])
     return layers
 
