@@ -109,4 +109,7 @@ def test_rounding_has_a_row_for_each_way(tmp_path):
 def test_mistakes(tmp_path):
     words = ("reproduce.uses", "streaming", "--model", "tiny_llama", "--out", tmp_path)
     assert_refused(run_here(*words, "--sequence-length", 256), "--window 256: expected less")
-    assert_refused(run_here(*words, "--sequence-length", 64, "--window", 8), "no cache")
+    few = ("--sequence-length", 24, "--window", 8)
+    assert_refused(run_here(*words, *few), "no cache")
+    build("gpt2").save_pretrained(tmp_path / "gpt2")
+    assert_refused(run_here(*words, *few, "--model", tmp_path / "gpt2"), "more than distances")
