@@ -297,13 +297,9 @@ def tell_bos(rows) -> None:
     for label, by_kind in rates.items():
         kinds = ("BOS first", f"BOS at position {ELSEWHERE}", "no BOS")
         first, elsewhere, without = [np.mean(by_kind[kind]) for kind in kinds]
-        on_token, on_position = elsewhere >= first / 2, without >= first / 2
-        if on_position:
-            where = "on both BOS and position 1" if on_token else "on position 1, whatever stands there"
-        else:
-            where = "on BOS, wherever it stands" if on_token else "on BOS at position 1 alone"
-        said = f"{first:.1f} % of heads sink on BOS at position 1, {elsewhere:.1f} % on BOS at {ELSEWHERE}"
-        print(f"{label} sinks {where}: {said}, and {without:.1f} % on position 1 without BOS")
+        where = "BOS, not position 1" if without < first / 2 else "position 1, whatever stands there"
+        said = f"{first:.1f} % of heads on BOS at position 1, {elsewhere:.1f} % on BOS at {ELSEWHERE}"
+        print(f"{label} sinks on {where}: {said}, and {without:.1f} % on position 1 without BOS")
 
 
 def transplant(settings: TransplantSettings, cases_of=transplant_cases):

@@ -68,7 +68,6 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "backcopy/rate": "sinks.py rate --model runs/backcopy --text data/backcopy-bytes --first-token bos",
     "smollm2/rate": "sinks.py rate --model smollm2 --sequence-length 64 128 256",
     "smollm2/anatomy": "sinks.py anatomy --model smollm2",
-    "smollm2/first": "-m reproduce.interventions first --model smollm2 --num-sequences 25",
     "smollm2/intervene": "-m reproduce.interventions intervene --model smollm2 --factor 2 8 32",
     "smollm2/silence": "-m reproduce.interventions silence --model smollm2",
     "qwen2.5-coder-0.5b/rate": f"sinks.py rate --model {SMALL} {FEW} --sequence-length 64",

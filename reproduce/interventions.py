@@ -16,13 +16,12 @@ from lib.random import keyed_generator
 from lib.results import interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
-from measure.attention import attention_to, constants_at, disparity, uniform_alpha, with_constants
+from measure.attention import attention_to, constants_at, disparity, with_constants
 from measure.units import alpha_and_loss, names_of, observe, ranked, watch, zero_units
-from sinks import EPSILON, Case, Settings, TransplantSettings, measure_models, sink_share, sink_statistics
+from sinks import Case, Settings, TransplantSettings, measure_models, sink_share
 from sources.inputs import bos_of, read_tokens
 
 ACTIVE = 0.1  # `intervene`: a builder wakes at this share of its mean at position 1 (ours)
-FIRST_TOKENS = 24  # `first` tries so many
 
 
 @dataclass
@@ -202,48 +201,6 @@ def sets_of_units(settings: SilenceSettings, activity, units):
 
 
 @torch.inference_mode()
-def first(settings: Settings):
-    """Do heads sink on position 1, or on a token that stands there? (ours; 12 minutes)"""
-    if settings.first_token is not None:
-        raise UserError("first tries many first tokens: leave out --first-token")
-    experiment, lists = measure_models("first", "ours", settings, by_first_token)
-    question = "Do heads sink on position 1, whatever token stands there? (one point per head)"
-    keys = {"x": "alpha1", "y": "least", "series": "checkpoint", "style": "o"}
-    labels = {"xlabel": "attention to position 1, mean of tokens", "ylabel": "least of the tokens"}
-    result = experiment.save(**lists)
-    curves(lists["rows"], experiment.folder / "first.png", question, **keys, **labels)
-    return result
-
-
-def by_first_token(settings: Settings, spec, model):
-    """A row for each head: mean, least, ... of its alpha_1 with each of FIRST_TOKENS tokens in front."""
-    tokens = read_tokens(settings, spec, settings.sequence_length)
-    found = tokens[:, 1:].unique().cpu()
-    places = np.linspace(0, len(found) - 1, min(FIRST_TOKENS, len(found)))
-    candidates = found[places.astype(int)]
-    alphas = []
-    for candidate in progress(candidates, desc="first", unit=" tokens", leave=False):
-        tokens[:, 0] = candidate
-        alphas.append(sink_statistics(model, tokens)[1].mean(0))
-    alphas = torch.stack(alphas)  # (candidates, L, H)
-    rows = []
-    for layer, head in np.ndindex(alphas.shape[1:]):
-        alpha = alphas[:, layer, head]
-        row = {
-            "layer": layer + 1,
-            "head": head + 1,
-            "alpha1": alpha.mean().item(),
-            "least": alpha.min().item(),
-            "least_token": candidates[alpha.argmin()].item(),
-            "largest": alpha.max().item(),
-            "token_share": (alpha > EPSILON).float().mean().item(),
-            "uniform_alpha1": uniform_alpha(tokens.shape[1]),
-        }
-        rows.append(row)
-    return {"rows": rows}
-
-
-@torch.inference_mode()
 def bos(settings: Settings):
     """Does a model sink on BOS, or on position 1? BOS first, elsewhere, or not at all (ours; minutes)"""
     experiment, lists = measure_models("bos", "ours", settings, with_and_without_bos)
@@ -322,7 +279,6 @@ COMMANDS = {
     "intervene": Command(intervene, InterveneSettings()),
     "silence": Command(silence, SilenceSettings()),
     "bos": Command(bos, Settings()),
-    "first": Command(first, Settings()),
     "transplant": Command(transplant, TransplantSettings()),
 }
 

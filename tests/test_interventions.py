@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,27 +14,6 @@ from lib import runtime
 from lib.results import interval
 from reproduce import interventions
 from sources.inputs import random_tokens
-
-
-def test_every_first_token_in_turn(tmp_path, monkeypatch):
-    """alpha_1 with each of three tokens at the first position of seven sequences."""
-    monkeypatch.setattr(interventions, "FIRST_TOKENS", 3)
-    model = random_model(KINDS["llama"])
-    tokens = random_tokens(0, range(7), 20, 97)
-    tried = sorted(set(tokens[:, 1:].flatten().tolist()))
-    some = [tried[0], tried[(len(tried) - 1) // 2], tried[-1]]
-    expected = {}
-    for token in some:
-        tokens[:, 0] = token
-        expected[token] = alpha_of(explicit(model, tokens), 1).mean(0).numpy()  # (L, H)
-    rows = interventions.by_first_token(given(sequence_length=20), saved(model, tmp_path), model)["rows"]
-    assert len(rows) == 12
-    for row in rows:
-        alphas = {token: heads[row["layer"] - 1, row["head"] - 1] for token, heads in expected.items()}
-        values = [*alphas.values()]
-        found = (row["alpha1"], row["least"], row["largest"], alphas[row["least_token"]])
-        assert found == pytest.approx((np.mean(values), min(values), max(values), min(values)), abs=NEAR)
-        assert row["token_share"] == pytest.approx(np.mean(np.array(values) > 0.3))
 
 
 @pytest.mark.parametrize("calibration", ["none", "amplify", "headnorm"])

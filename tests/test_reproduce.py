@@ -28,7 +28,7 @@ PROBE = "probe.py --model tiny_gpt2 --num-sequences 4 --sequence-length 2"
 TINY = dict.fromkeys(("ablation", "mlp", "engage", "predict"), SMALL)
 TINY |= dict.fromkeys(("layers", "amplify", "intra", "variance", "cure"), f"{SMALL} --sequence-length 4")
 TINY |= dict.fromkeys(("compare", "matrix"), f"{PAIR} --units-per-layer 8 --permutations 199")
-TINY |= dict.fromkeys(("smollm2/anatomy", "smollm2/first", "smollm2/transplant"), SINKS)
+TINY |= dict.fromkeys(("smollm2/anatomy", "smollm2/transplant"), SINKS)
 TINY |= {
     "probe": "--model tiny_gpt2 --num-sequences 4 --sequence-length 4",
     "width": "--seed 1 --num-sequences 4",
