@@ -163,7 +163,7 @@ def rows_of_both(a, b, rows_of):
             yield layer, None, None
             continue
         rows = [rows_of(stack, name, min(shapes)) for stack, name in zip((a, b), names)]
-        if is_varied(rows[1]) or not torch.equal(rows[0].float(), rows[1].float()):
+        if not torch.equal(rows[0].float(), rows[1].float()) or is_varied(rows[1]):
             yield layer, names[1], rows
 
 
