@@ -149,21 +149,22 @@ class Correlation:
         return torch.where(scale > 0, self.products / scale, 0.0)
 
 
-def matrices_of_both(a, b):
-    """Yield the layer of each matrix that one of two stacks has, and its names in both, if it has a namesake.
+def rows_of_both(a, b, rows_of):
+    """Yield the layer of each matrix that one of two stacks has, and its name and rows in both, or None.
 
-    They are matched by name and shape; tables and heads, which are no layer's, by name.
+    Matrices are matched by name and shape; tables and heads, which are no layer's, by name. A mask, or
+    another constant which unrelated models share, is left out.
     """
     for place in progress(a.matrices | b.matrices, desc="coordinates", leave=False):
-        names = (a.matrices.get(place), b.matrices.get(place))
+        names = [stack.matrices.get(place) for stack in (a, b)]
         shapes = [stack.source.shapes.get(name) for stack, name in zip((a, b), names)]
         layer, _ = place
-        yield layer, names if all(names) and (layer is None or shapes[0] == shapes[1]) else None
-
-
-def are_constant(rows_a, rows_b):
-    """Are they a mask, or another constant, which unrelated models share?"""
-    return torch.equal(rows_a.float(), rows_b.float()) and not is_varied(rows_b)
+        if not all(names) or (layer is not None and shapes[0] != shapes[1]):
+            yield layer, None, None
+            continue
+        rows = [rows_of(stack, name, min(shapes)) for stack, name in zip((a, b), names)]
+        if not torch.equal(rows[0].float(), rows[1].float()) or is_varied(rows[1]):
+            yield layer, names[1], rows
 
 
 def namesakes_of(a, b, correlations):
@@ -190,18 +191,10 @@ def weight_correlations(a, b):
     if a.width != b.width:
         return {}, {}
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
-    most = MOST_ROWS if a.width <= WIDE else FEW_ROWS
     correlations = defaultdict(list)  # of each layer's matrices
-    for layer, names in matrices_of_both(a, b):
-        correlation = 0.0  # of a matrix that the other model has not
-        if names:
-            rows = [residual_rows(stack, name, stack.source.read(name)) for stack, name in zip((a, b), names)]
-            count = min(map(len, rows))
-            rows = [each[: count : 1 + count // most] for each in rows]
-            if are_constant(*rows):
-                continue
-            correlation = sums["embedding" if layer is None else "body"].update(*rows)
-        correlations[layer].append(correlation)
+    for layer, _, rows in rows_of_both(a, b, all_rows):
+        kind = "embedding" if layer is None else "body"
+        correlations[layer].append(sums[kind].update(*rows) if rows else 0.0)
     values = {kind: total.value() for kind, total in sums.items()}
     values = {kind: value for kind, value in values.items() if value is not None}
     return values, namesakes_of(a, b, correlations)
@@ -216,19 +209,12 @@ def look(a, b):
     if a.width != b.width:
         return {}, {}
     correlations, agreements = defaultdict(list), defaultdict(list)
-    for layer, names in matrices_of_both(a, b):
-        correlation = 0.0
-        if names:
-            shape = min(stack.source.shapes[name] for stack, name in zip((a, b), names))
-            rows = [rows_looked_at(stack, name, shape) for stack, name in zip((a, b), names)]
-            if are_constant(*rows):
-                continue
-            if is_along(b, names[1], shape):
-                agreements[layer].append(agreement(*rows))
-            else:
-                rows = [each.T for each in rows]
-            correlation = correlation_of(*map(centred, rows))
-        correlations[layer].append(correlation)
+    for layer, name, rows in rows_of_both(a, b, rows_looked_at):
+        if rows and is_along(b, name, b.source.shapes[name]):
+            agreements[layer].append(agreement(*rows))
+        elif rows:
+            rows = [each.T for each in rows]
+        correlations[layer].append(correlation_of(*map(centred, rows)) if rows else 0.0)
     tests = {}
     embedding = agreements.pop(None, [])
     layers = {layer: joint_test(found, len(agreements)) for layer, found in agreements.items()}
@@ -241,6 +227,13 @@ def look(a, b):
         tests["embedding"] = joint_test(embedding)
     told = {layer: correlations[layer] for layer in layers if layers[layer]["same"]}
     return tests, namesakes_of(a, b, told)
+
+
+def all_rows(stack, name, shape):
+    """The rows along the stream of a matrix of at least this shape, (n, d); if they are many, some."""
+    count = math.prod(shape) // stack.width
+    step = 1 + count // (MOST_ROWS if stack.width <= WIDE else FEW_ROWS)
+    return residual_rows(stack, name, stack.source.read(name))[:count:step]
 
 
 def rows_looked_at(stack, name, shape):

@@ -170,10 +170,11 @@ def find_stacks(source, model=""):
         has_entrance = any(rows == run.width != columns for rows, columns in own)
         naming["reads_images"] = run in with_images or has_entrance
         stacks.append(stack_of(run, tables[run], beside, run in with_images, naming))
-    if any(stack.unread[PACKED] for stack in stacks) and not any(stack.mlps for stack in stacks):
-        raise packed_error(source.place, source.packed)
-    if all(stack.unread["adapters"] > 1 for stack in stacks):
-        raise UserError(f"{source.place} is an adapter: merge it into its base, and save that")
+    if not any(stack.mlps for stack in stacks):
+        if any(stack.unread[PACKED] for stack in stacks):
+            raise packed_error(source.place, source.packed)
+        if all(stack.unread["adapters"] > 1 for stack in stacks):
+            raise UserError(f"{source.place} is an adapter: merge it into its base, and save that")
     return sorted(stacks, key=lambda stack: (stack.rank, stack.size), reverse=True)
 
 

@@ -17,8 +17,8 @@ COLUMNS += "body_log10_p embedding_z table_likeness part base_part"
 EQUAL = {  # what is said of layers that are known by their bits
     "bits": "{} are bit for bit the base's {}",
     "beginnings": "{} begin bit for bit as the base's {}",
-    "bits of MLPs": "the MLPs of {} are bit for bit those of the base's {}",
-    "beginnings of MLPs": "the MLPs of {} begin bit for bit as those of the base's {}",
+    "bits of MLPs": "MLPs of {} are bit for bit MLPs of the base's {}",
+    "beginnings of MLPs": "MLPs of {} begin bit for bit as MLPs of the base's {}",
 }
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
 OTHERS_TABLE = "embedding matrices that were not seen to agree"

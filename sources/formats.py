@@ -348,7 +348,7 @@ def shards_of(path):
     paths = [other for other in path.parent.iterdir() if SHARD.sub("", other.name) == alike]
     count = int(re.search(r"\d+", found[1])[0])
     if len(paths) != count:
-        raise UserError(f"{path} is one of {count} shards of a model, but {len(paths)} of them are here")
+        raise UserError(f"{path} is one of {count} shards of a model, of which {len(paths)} are here")
     return sorted(paths)
 
 

@@ -381,7 +381,7 @@ def test_a_shard_is_read_with_its_siblings_or_not_at_all(suffix, tmp_path):
     with pytest.raises(UserError, match="has a part of each matrix"):
         formats.open_checkpoint(paths[0], True)
     paths[0].unlink()
-    with pytest.raises(UserError, match="one of 2 shards of a model, but 1 of them"):
+    with pytest.raises(UserError, match="one of 2 shards of a model, of which 1"):
         formats.open_checkpoint(paths[1], True)
 
 

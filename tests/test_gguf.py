@@ -301,7 +301,7 @@ def test_a_part_of_a_file_is_no_model(tiny, tmp_path):
         UserError, match="a.gguf is a part of a model: `llama-gguf-split --merge` joins them$"
     ):
         formats.open_gguf(tmp_path / "a.gguf")
-    for number, said in ((1, "one of 2 shards of a model, but 1 of them"), (2, "--merge` joins them$")):
+    for number, said in ((1, "one of 2 shards of a model, of which 1"), (2, "--merge` joins them$")):
         path = tmp_path / f"m-0000{number}-of-00002.gguf"
         path.write_bytes(tiny[1].read_bytes())
         with pytest.raises(UserError, match=said):

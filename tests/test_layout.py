@@ -344,7 +344,7 @@ def test_a_plain_mlp_beside_experts():
         name = f"{LAYER}1.block_sparse_moe.{part}_linear.weight"
         suspect[name] = torch.cat([suspect[name][:2], base[name][:1]])
     answer, sentence = judged(base, suspect)
-    assert answer == INCONCLUSIVE and "are bit for bit those of the base's layer 2, but" in sentence, sentence
+    assert answer == INCONCLUSIVE and "are bit for bit MLPs of the base's layer 2, but" in sentence, sentence
     others = with_experts(weights_of(BASE), 2)  # new experts on the base's MLPs
     answer, sentence = judged(base, others)
     assert answer == SAME_BIRTH and "of 3 of 3 layers were matched" in sentence, sentence

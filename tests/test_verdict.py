@@ -440,9 +440,9 @@ COPIED = {  # matrices that a stranger has of the base, bit for bit, in place of
         ".1.mlp.",
         ".2.mlp.",
         MOVED,
-        "the MLPs of layer 3 are bit for bit those of the base's layer 2,",
+        "MLPs of layer 3 are bit for bit MLPs of the base's layer 2,",
     ),
-    "each MLP": (".mlp.", ".mlp.", PQR, "the MLPs of layers 1-3 are bit for bit those of the base's layers"),
+    "each MLP": (".mlp.", ".mlp.", PQR, "MLPs of layers 1-3 are bit for bit MLPs of the base's layers"),
     "a matrix": ("1.mlp.up", "1.mlp.up", {}, "a part may have been copied"),
     "it moved": (
         ".1.self_attn.q",
