@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.figures import draw_alpha1, draw_chain, draw_transplants
+from lib.figures import draw_chain, draw_heads, draw_transplants, short_names
 from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
@@ -148,7 +148,11 @@ def rate(settings: RateSettings):
     experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "mean_alpha1", "max_alpha1")
     result = experiment.save(**lists, columns=(*columns, "uniform_alpha1", "norm_ratio", "value_ratio"))
-    draw_alpha1(experiment.folder / "rate.png", lists["heads"])
+    T = lists["heads"][0]["sequence_length"]
+    heads = [row for row in lists["heads"] if row["sequence_length"] == T]
+    names = short_names([row["checkpoint"] for row in heads])
+    maps = [(f"{name}, {T} tokens", row["alpha1"]) for name, row in zip(names, heads)]
+    draw_heads(experiment.folder / "rate.png", "Where does attention sink on position 1?", maps, len(maps))
     return result
 
 
@@ -311,12 +315,17 @@ def transplant(settings: TransplantSettings, cases_of=transplant_cases):
     columns += ("builder_activation", "disparity", "largest", "loss", "loss_from_ninth", "loss_8bit_tensor")
     result = experiment.save(**lists, columns=columns)
     draw_transplants(experiment.folder / "transplant.png", lists["rows"], lists["layers"])
+    heads = [row for row in lists["heads"] if row["sequence_length"] == settings.sequence_length[0]]
+    names = short_names([row["checkpoint"] for row in heads])
+    maps = [(f"{name}: {row['kind']}", row["alpha"]) for name, row in zip(names, heads)]
+    title = "Does attention move from position 1 to a constant in front of it?"
+    draw_heads(experiment.folder / "transplant_heads.png", title, maps, 3)
     return result
 
 
 @torch.inference_mode()
 def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_cases):
-    """A row for each length and case, `layers` for the figure; `chain` and `first_tokens` of some cases."""
+    """A row for each length and case, `layers`; `chain`, `first_tokens` and `heads` of some cases."""
     check_lengths(settings.sequence_length, spec.config.context_length - 1)  # and a token in front
     bos = bos_of(settings, spec)
     if bos is not None and min(settings.sequence_length) <= ELSEWHERE:
@@ -334,6 +343,14 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
         builder = activity.builders(activity.layer, 1)[0]
         text = tokens if bos is None else tokens[:, 1:]
         cases = cases_of(model, moved, activity, others, bos)
+        maps = [
+            Case("as it is, to position 1", model, prefix=cases[0].prefix),
+            Case("with constants, to position 1", moved),
+            Case("with constants, to the constant", moved, place=0),
+        ]
+        for case in maps:
+            alpha = case.alpha(text).mean(0)  # (L, H)
+            lists["heads"].append({"kind": case.kind, "sequence_length": T, "alpha": alpha.tolist()})
         for case in progress(cases, desc="transplant", unit=" cases", leave=False):
             case.measure(text, builder, lists, T)
     return lists

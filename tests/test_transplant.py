@@ -207,6 +207,9 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
         assert found["alpha"] == pytest.approx(first[:, layer - 1].mean().item(), abs=NEAR)
     constant = np.mean([by_layer["BOS's constants, no BOS", layer]["alpha"] for layer in (1, 2, 3)])
     assert constant == pytest.approx(rows["moved"]["constant_alpha"], abs=NEAR)
+    as_it_is, _, to_constant = [torch.tensor(heads["alpha"]) for heads in lists["heads"]]  # (L, H) each
+    torch.testing.assert_close(as_it_is, first.mean(0).float(), atol=NEAR, rtol=0)
+    assert to_constant.mean() == pytest.approx(rows["moved"]["constant_alpha"], abs=NEAR)
 
 
 def test_constants_are_kept_in_a_file(tmp_path, monkeypatch):
