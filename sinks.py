@@ -196,7 +196,7 @@ def dissect(settings: Settings, spec, model):
     lists = {"rows": activity.chain.by_position(), "layers": activity.layer_rows()}
     lists["builders"] = activity.describe(units)
     bos = bos_of(settings, spec)
-    if bos is not None and tokens.shape[1] > ELSEWHERE:
+    if bos is not None and tokens.shape[1] > ELSEWHERE and "constants" not in model.lacks:
         lists["bos"] = bos_or_position(model, tokens[:, 1:], bos)
     return lists
 
@@ -280,7 +280,8 @@ def bos_cases(model, texts, bos):
 def bos_or_position(model, text, bos):
     """A row for each layer and case: attention to BOS, to position 1 without it, or to a constant.
 
-    Constants are those of BOS, and those of the first tokens of the same text (n, T).
+    Constants are those of BOS, and those of the first tokens of the same text (n, T). Layers are those that
+    attend.
     """
     of_bos = attention.with_constants(model, attention.constants_at(model, text.new_tensor([[bos]])))
     cases = [Case("BOS first", model, prefix=[bos]), Case("BOS's constants, no BOS", of_bos, place=0)]
@@ -302,6 +303,7 @@ def tell_bos(rows) -> None:
         kinds = ("BOS first", f"BOS at position {ELSEWHERE}", "no BOS")
         first, elsewhere, without = [np.mean(by_kind[kind]) for kind in kinds]
         where = "BOS, not position 1" if without < first / 2 else "position 1, whatever stands there"
+        where = "neither BOS nor position 1" if max(first, without) < 1 else where
         said = f"{first:.1f} % of heads on BOS at position 1, {elsewhere:.1f} % on BOS at {ELSEWHERE}"
         print(f"{label} sinks on {where}: {said}, and {without:.1f} % on position 1 without BOS")
 

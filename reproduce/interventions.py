@@ -217,9 +217,7 @@ def bos(settings: Settings):
 def with_and_without_bos(settings: Settings, spec, model):
     """The rows of `sinks.bos_or_position`."""
     if settings.sequence_length <= sinks.ELSEWHERE:
-        raise UserError(
-            f"--sequence-length {settings.sequence_length}: expected {sinks.ELSEWHERE + 1} at least"
-        )
+        raise UserError(f"--sequence-length: expected {sinks.ELSEWHERE + 1} at least")
     settings = replace(settings, bos="always")
     number = bos_of(settings, spec)
     if number is None:
