@@ -1,4 +1,4 @@
-"""Where do the numbers come from at birth? (BB Appendix B.1)
+"""Initialization: a newborn's weights, each from its own random stream (BB Appendix B.1)
 
     >>> import init, torch
     >>> model = init.newborn("nano_gpt2", seed=42, embedding_seed=0)  # the model of `probe.py --seed 42`
@@ -12,13 +12,13 @@
 | norm gains; biases                    | 1; 0                    | 1; 0                             |
 | an explicit sink's key; its value     | N(0, 0.02^2); 0         | N(0, 0.02^2); 0                  |
 
-Scheme `centered` (ours) is `gpt2` with one line more, which cures GPT-2's preference: each row of an MLP down
-projection loses its mean. If all hidden units have the same mean, this mean then adds nothing to the stream
-(`contraction.py cure`). SwiGLU has no such mean to lose. For a scheme of your own, add its name to `SCHEMES`
-and a line to `birth_value`.
+Scheme `centered` (ours) is `gpt2` and one more line, which cures GPT-2's preference: subtract the mean of
+each row of the MLP down projections. A mean that all neurons share then adds nothing to the stream
+(`contraction.py cure`); SwiGLU has no such mean. For your own scheme, add a name to `SCHEMES` and a line to
+`birth_value`.
 
-A draw depends on (seed, parameter name, shape) alone. Each parameter has its own generator of numpy's Philox.
-It is drawn on the CPU in float32, then scaled, moved and cast. So, with the pinned numpy, a seed gives the
+A draw depends on (seed, parameter name, shape) alone: each parameter has its own Philox generator of numpy,
+and is drawn on the CPU in float32, then scaled, moved and cast. So, with the pinned numpy, a seed gives the
 same bits on any device and for any number of processes and threads.
 """
 
@@ -38,7 +38,7 @@ STD = 0.02
 
 
 def draw_weight(seed, name, shape, std, count=None) -> Tensor:
-    """The newborn weight `name`, N(0, std^2), float32 on the CPU; or its first numbers, (count,)."""
+    """The initial weight `name`, N(0, std^2), float32 on the CPU, or only its first numbers, (count,)."""
     generator = keyed_generator(seed, name, *shape)
     size = count or tuple(shape)
     return torch.from_numpy(generator.standard_normal(size, dtype=np.float32)).mul_(std)
@@ -52,10 +52,10 @@ def residual_std(config: ModelConfig, scheme):
 
 
 def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, scheme="gpt2") -> Tensor:
-    """The parameter `name` at birth, float32 on the CPU; ValueError for an unknown scheme.
+    """The initial value of the parameter `name`, float32 on the CPU; ValueError for an unknown scheme.
 
-    Embedding and head are drawn by `embedding_seed`, or by `seed` if it is None. Models that share an
-    embedding seed differ in their blocks alone (BB B.2).
+    Embedding and head use `embedding_seed`, or `seed` if it is None. Models that share it differ in their
+    blocks alone (BB B.2).
     """
     if scheme not in SCHEMES:
         raise ValueError(f"init scheme must be one of {', '.join(SCHEMES)}, not {scheme!r}")
@@ -74,7 +74,7 @@ def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, sch
 
 
 def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype=torch.float32):
-    """An untrained model in eval mode, of a preset's name or a configuration. Its blocks are in `dtype`."""
+    """An untrained model of a preset's name or a ModelConfig, in eval mode; its blocks are in `dtype`."""
     config = PRESETS[model] if isinstance(model, str) else model
     with torch.device("meta"):
         built = Transformer(config)
@@ -86,13 +86,13 @@ def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype
         value = birth_value(config, name, parameter.shape, seed, embedding_seed, scheme)
         parameter.data.copy_(value)
 
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy draws without Python's lock
-        list(pool.map(fill, built.named_parameters()))  # list() waits, and raises a thread's error
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy releases the GIL
+        list(pool.map(fill, built.named_parameters()))  # list() waits and raises errors
     return built
 
 
 def variant(model: Transformer, **changes) -> Transformer:
-    """The same weights, in the same memory, in another configuration; what `model` lacks has no numbers."""
+    """A model that shares the weights and changes the configuration; new parameters stay on meta."""
     with torch.device("meta"):
         other = Transformer(replace(model.config, **changes))
     other.load_state_dict(model.state_dict(), strict=False, assign=True)

@@ -1,12 +1,13 @@
-"""What is the architecture? One pre-norm decoder: by its settings a GPT-2, a LLaMA or a Qwen2.
+"""The architecture: one pre-norm decoder that is a GPT-2, a LLaMA or a Qwen2, depending on its settings.
 
     x = embed(tokens);  L times: x += attention(norm(x)), x += mlp(norm(x));  logits = head(norm(x))  (BB 2.1)
 
-Parameter names and the half-split rotation are those of Hugging Face's LLaMA: its checkpoints load as they
-are. `init.newborn` builds a model without numbers, on the meta device, and then fills every parameter.
-lib/kernels.py computes the loss, and on a CPU rotation and attention; tests compare it with the lines here.
+Parameter names and the half-split rotation are those of Hugging Face's LLaMA, so its checkpoints load
+directly. `init.newborn` builds the model on the meta device, then initializes every parameter.
+lib/kernels.py computes the loss and, on a CPU, rotation and attention; tests compare it with the code here.
 
-The *stream* x is what blocks add to. A *state* is x at a position, after the final norm if no layer is named.
+The *stream* x is the residual stream. A *state* is x at one position, after the final norm unless a layer is
+named. Papers: BB is "Transformers Are Born Biased" (2602.05927), SO its sequel on sinks (2605.06611).
 
 Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
 """
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 from lib import kernels
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
-GATED = {"swiglu"}  # such an MLP has a gate_proj, to which the activation is applied
-FIRST_POSITIONS = 2048  # positions whose angles a model has from the start: the presets' longest context
+GATED = {"swiglu"}  # MLPs with a gate_proj, which takes the activation
+FIRST_POSITIONS = 2048  # RoPE is precomputed for this many positions: the longest context of the presets
 CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "mlp": ACTIVATIONS,
@@ -34,7 +35,7 @@ CHOICES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The settings of an architecture; ValueError if they do not fit one another."""
+    """The settings of an architecture; ValueError if they are inconsistent."""
 
     vocab_size: int
     context_length: int
@@ -50,9 +51,9 @@ class ModelConfig:
     qkv_bias: bool = False  # Qwen2
     rope_theta: float = 10_000.0
     tie_embeddings: bool = False
-    sublayers: str = "full"  # the sublayers of a block (BB 4.1)
-    attn_calibration: str = "none"  # scaling of the heads' outputs (BB 6.2)
-    explicit_sink: bool = False  # a key and a value of each head's own, in front of the text (2410.10781)
+    sublayers: str = "full"  # which sublayers a block has (BB 4.1)
+    attn_calibration: str = "none"  # how the outputs of heads are scaled (BB 6.2)
+    explicit_sink: bool = False  # a learned key and value per head, in front of the text (2410.10781)
 
     @property
     def kv_heads(self):
@@ -88,7 +89,7 @@ PRESETS = {
 
 
 class RMSNorm(nn.Module):
-    """x / RMS(x) * weight over the last axis (BB 2.1). The mean square needs float32, or wider."""
+    """x / RMS(x) * weight over the last axis (BB 2.1); the mean square is computed in float32 at least."""
 
     def __init__(self, width, eps):
         super().__init__()
@@ -107,13 +108,13 @@ NORMS = {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}
 
 
 def rope_frequencies(config: ModelConfig) -> Tensor:
-    """Radians per position of each rotated pair, (Dh/2,) float32."""
+    """RoPE's angle per position for each pair of dimensions, in radians: (Dh/2,) float32."""
     exponent = -torch.arange(0, config.head_size, 2).float() / config.head_size
     return config.rope_theta**exponent
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
+    """Rotate each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
     if x.device.type == "cpu":
         return kernels.rotate(x, cos, sin)
     left, right = x.chunk(2, dim=-1)  # (B, T, H, Dh/2) each
@@ -121,13 +122,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each head's weighted mean of the values up to its query: softmax(q k^T / sqrt(Dh), causal) v.
+    """Causal softmax(q k^T / sqrt(Dh)) v, (B, H, T, Dh), of q (B, H, T, Dh), k and v (B, G, T, Dh).
 
-    q and the result are (B, H, T, Dh), k and v (B, G, T, Dh). A single query belongs to the last position and
-    sees every key. With T queries and T + 1 keys, the first key is an explicit sink's: every query sees it.
+    q may be the last position alone. If there is one more key than queries, key 0 is a learned sink that all
+    see.
     """
     if 1 < q.shape[2] < k.shape[2]:
-        q = torch.cat((q[:, :, :1], q), dim=2)  # the sink's key gets a query: now each key has one
+        q = torch.cat((q[:, :, :1], q), dim=2)  # a dummy query for the sink, so that every key has one
         return causal_attention(q, k, v)[:, :, 1:]
     if q.device.type == "cpu":
         return kernels.causal_attention(q, k, v)
@@ -136,10 +137,9 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def with_sink(sink: Tensor | None, x: Tensor) -> Tensor:
-    """Put an explicit sink's key or value (G Dh,), if any, in front of x (B, G, T, Dh): (B, G, 1 + T, Dh).
+    """Prepend an explicit sink's key or value (G Dh,), if any, to x (B, G, T, Dh): (B, G, 1 + T, Dh).
 
-    The key is not rotated. At position 1 RoPE's angle is 0, so that keys there are not rotated either: to
-    every query an explicit sink stands where position 1 does, and can take the place of its key.
+    The key is not rotated. Nor is position 1's, where RoPE's angle is 0: queries see both at one place.
     """
     if sink is None:
         return x
@@ -150,9 +150,8 @@ def with_sink(sink: Tensor | None, x: Tensor) -> Tensor:
 def mean_attention(q: Tensor, k: Tensor, sink_key: Tensor | None, positions) -> Tensor:
     """alpha (B, H, K): the weight on each of K positions, averaged over the queries that see it (BB 6.2.1).
 
-    Attention returns a weighted mean of values. If the values are one-hot, this mean is the weights, and the
-    fused kernel computes it in O(T) memory. The CPU's kernel needs values as wide as keys, hence Dh positions
-    at a time. `sink_key` (G Dh,), if any, is an explicit sink's, which has position 0.
+    Attention averages values, so with one-hot values it returns its weights, in O(T) memory. The CPU's kernel
+    needs values as wide as keys, hence Dh positions at a time. Position 0 is `sink_key` (G Dh,), if any.
     """
     keys = with_sink(sink_key, k)
     first = k.shape[2] + 1 - keys.shape[2]  # position of the first key: 1, or 0 with an explicit sink
@@ -182,14 +181,14 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * Dh, d, bias=False)
         self.head_norm = RMSNorm(Dh, 1e-6) if config.attn_calibration == "headnorm" else None
         self.sink_key = self.sink_value = None
-        if config.explicit_sink:  # as vectors: these have no weight decay
+        if config.explicit_sink:  # vectors, which have no weight decay
             self.sink_key = nn.Parameter(torch.full((config.kv_heads * Dh,), torch.nan))
             self.sink_value = nn.Parameter(torch.full((config.kv_heads * Dh,), torch.nan))
 
     def forward(self, x: Tensor, rope, last_only=False, on_heads=None) -> Tensor:
         T = x.shape[1]
         Dh = self.config.head_size
-        first = T - 1 if last_only else 0  # index of the first of Q = 1 or T queries
+        first = T - 1 if last_only else 0  # the first query; there are Q = 1 or T
         q = self.q_proj(x[:, first:]).unflatten(2, (-1, Dh))  # (B, Q, H, Dh)
         k = self.k_proj(x).unflatten(2, (-1, Dh))  # (B, T, G, Dh)
         v = self.v_proj(x).unflatten(2, (-1, Dh)).transpose(1, 2)  # (B, G, T, Dh)
@@ -204,10 +203,10 @@ class Attention(nn.Module):
         return self.o_proj(heads.transpose(1, 2).flatten(2))  # from (B, Q, H Dh)
 
     def calibrate(self, heads: Tensor, T) -> Tensor:
-        """Scale the heads' outputs at positions i = 1..T: a mean of i values shrinks like 1/sqrt(i) (BB 6.2).
+        """Scale the heads' outputs at positions i = 1..T, since a mean of i values shrinks like 1/sqrt(i).
 
-        `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / context_length). `headnorm` is RMSNorm (SO).
-        (The `amplify` of contraction.py is an experiment, that of sinks.py an intervention at one position.)
+        `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / context_length) (BB 6.2); `headnorm` is
+        RMSNorm (SO). Other scripts have experiments that are called `amplify`, too.
         """
         kind = self.config.attn_calibration
         if kind == "none":
@@ -222,7 +221,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down(phi(up x)). A gated MLP computes down(phi(gate x) * up x); the phi of SwiGLU is silu."""
+    """down(phi(up x)); a gated MLP computes down(phi(gate x) * up x), with silu as the phi of SwiGLU."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -239,7 +238,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). An ablated sublayer and its norm are None."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); an ablated sublayer and its norm are None."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -261,13 +260,13 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """The decoder. `model(tokens)` returns logits, `model.hidden(tokens)` the states that we measure.
+    """The decoder: `model(tokens)` returns logits, `model.hidden(tokens)` the states that we measure.
 
-    What measures ask of it, sources/lens.py gives of other architectures, and says what it `lacks`.
+    sources/lens.py offers the same methods for other architectures, and says what one `lacks`.
     """
 
     lacks = {}
-    normed_layers = ()  # whose units do not write to the stream as they are
+    normed_layers = ()  # layers with a norm between their neurons and the stream
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -276,44 +275,42 @@ class Transformer(nn.Module):
         V = config.vocab_size
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = NORMS[config.norm](d, eps=config.norm_epsilon)
-        table = torch.full((V, d), torch.nan)  # off the meta device nn.Embedding would draw V d numbers
+        table = torch.full((V, d), torch.nan)  # nn.Embedding would draw, and import torch._dynamo
         embedding = nn.Embedding.from_pretrained(table, freeze=False)
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
-        # A tied head has no parameter of its own: so it stays tied when a model is moved or loaded.
+        # A tied head has no parameter of its own, so it stays tied when a model is moved or loaded.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
-        self.register_buffer("cos_sin", None, persistent=False)  # (2, T, 1, Dh/2) float32, in no checkpoint
+        self.register_buffer("cos_sin", None, persistent=False)  # (2, T, 1, Dh/2) float32
 
     def make_angles(self, T=FIRST_POSITIONS) -> None:
-        """Make RoPE's cosines and sines for T positions at most. Whoever builds a model calls this."""
-        with torch.inference_mode(False):  # else no later backward pass could use them
+        """Precompute RoPE for T positions, or the context; call once when the weights are in place."""
+        with torch.inference_mode(False):  # a later backward pass may use them
             position = torch.arange(min(T, self.config.context_length))
             angle = torch.outer(position, rope_frequencies(self.config))[:, None]  # (T, 1, Dh/2), radians
             self.cos_sin = torch.stack((angle.cos(), angle.sin())).to(self.model.norm.weight.device)
 
     def rope(self, x: Tensor):
-        """RoPE's cosines and sines, (T, 1, Dh/2) each, in x's dtype, for x (B, T, d)."""
+        """RoPE's cosines and sines for x (B, T, d): (T, 1, Dh/2) each, in x's dtype."""
         T = x.shape[1]
         if self.cos_sin is None:
-            raise RuntimeError("this model has no angles: call make_angles() when its weights are in place")
+            raise RuntimeError("RoPE is not precomputed: call make_angles() when the weights are in place")
         if T > self.cos_sin.shape[1]:
             self.make_angles(T)
-        return self.cos_sin.narrow_copy(1, 0, T).to(x.dtype).unbind()  # small, and no view of the buffer
+        return self.cos_sin.narrow_copy(1, 0, T).to(x.dtype).unbind()  # a copy, not a view
 
     def cast_blocks(self, dtype) -> "Transformer":
-        """Cast the blocks to `dtype`. Embedding, final norm and head stay float32, as do logits."""
+        """Cast the blocks to `dtype`; embedding, final norm, head and logits stay float32."""
         self.model.layers.to(dtype)
         return self
 
     def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None) -> Tensor:
-        """Final-norm states, (B, T, d) float32, of tokens (B, T) or of embeddings (B, T, d).
+        """Final-norm states (B, T, d), float32, of tokens (B, T) or of embeddings (B, T, d).
 
-        With `last_only` the result is the last position's state, (B, d), and the last block computes only
-        that position. `on_state(layer, x)` is called with the stream (B, T, d) in front of the first block,
-        as layer 0, and after each block. `on_heads(layer, heads, q, k, v, alpha)` is called with the
-        calibrated outputs of the heads (B, H, T, Dh), with q and k after their rotation, and with the
-        function `mean_attention` of positions. If it returns a tensor, this replaces the outputs. Where only
-        the last position is computed, T is 1 in x, heads and q.
-        ValueError if T exceeds the context.
+        `last_only`: return the last position's state alone, (B, d); the last block computes no other.
+        `on_state(layer, x)`: called with the stream (B, T, d) before the first block, as 0, and after each.
+        `on_heads(layer, heads, q, k, v, alpha)`: called with the calibrated outputs of heads (B, H, T, Dh),
+        rotated q and k, and `mean_attention` as a function of positions. A returned tensor replaces heads.
+        Where only the last position is computed, T is 1 in x, heads and q. ValueError beyond the context.
         """
         T = inputs.shape[1]
         if T > self.config.context_length:
@@ -326,7 +323,7 @@ class Transformer(nn.Module):
         x = x.to(dtype)
         rope = self.rope(x)
         if last_only and self.config.sublayers == "mlp":
-            x = x[:, -1:]  # without attention, no earlier position is needed
+            x = x[:, -1:]  # without attention, earlier positions do not matter
         if on_state is not None:
             on_state(0, x)
         for layer, block in enumerate(self.model.layers, start=1):
@@ -343,21 +340,18 @@ class Transformer(nn.Module):
 
     @property
     def head_weight(self):
-        """The head's matrix (V, d). A tied head's is the embedding matrix."""
+        """The head's matrix (V, d), which is the embedding matrix if they are tied."""
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(self, tokens: Tensor, targets=None) -> Tensor:
-        """Logits (B, T, V) float32 of tokens (B, T); with targets (B, T), the summed loss in nats instead."""
+        """Logits (B, T, V), float32, of tokens (B, T); with targets (B, T) the summed loss in nats."""
         states = self.hidden(tokens)
         if targets is None:
             return self.unembed(states)
         return self.summed_loss(states.flatten(0, 1), targets.flatten())
 
     def summed_loss(self, states: Tensor, targets: Tensor) -> Tensor:
-        """The summed loss in nats of targets (n,) after final-norm states (n, d).
-
-        It is the sum of F.cross_entropy; to save memory, logits are computed for some states at a time.
-        """
+        """F.cross_entropy, summed, of targets (n,) given final-norm states (n, d), in little memory."""
         return kernels.summed_cross_entropy(states, self.head_weight, targets)
 
     @property
@@ -366,7 +360,7 @@ class Transformer(nn.Module):
 
     @property
     def linears(self):
-        """The linear maps of the blocks."""
+        """All nn.Linear of the blocks."""
         return [module for module in self.blocks.modules() if isinstance(module, nn.Linear)]
 
     @property
@@ -374,20 +368,20 @@ class Transformer(nn.Module):
         return self.head_weight.device
 
     def down(self, layer):
-        """The weights (d, d_ff) of a layer's hidden units on the stream; layers count from 1."""
+        """A layer's MLP down projection, (d, d_ff); layers count from 1."""
         return self.blocks[layer - 1].mlp.down_proj.weight.detach()
 
     def output_weight(self, layer):
-        """The weight (d, H Dh) of a layer's heads on the stream."""
+        """A layer's attention output projection, (d, H Dh)."""
         return self.blocks[layer - 1].self_attn.o_proj.weight.detach()
 
     def calibrated(self, layer, heads: Tensor, k):
-        """The heads' outputs at position k (B, H, 1, Dh) as a layer's calibration scales them."""
+        """The outputs of a layer's heads at position k, (B, H, 1, Dh), calibrated."""
         return self.blocks[layer - 1].self_attn.calibrate(heads, k)  # k is the last of k positions
 
     @contextlib.contextmanager
     def hidden_units(self, on_units):
-        """Within this context `on_units(layer, units, 0)` sees, and may replace, units (B, T, d_ff)."""
+        """A context in which `on_units(layer, units, 0)` sees, and may replace, neurons (B, T, d_ff)."""
 
         def hook(layer, module, inputs):
             return on_units(layer, *inputs, 0)

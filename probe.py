@@ -1,12 +1,12 @@
-"""Which tokens does an untrained model already prefer? (BB section 3, Table 1, Figures 1a and 10)
+"""Find the tokens that an untrained model already prefers (BB section 3, Table 1, Figures 1a and 10)
 
     python probe.py --seed 42 43                                # 1,000 sequences of 64 tokens on a CPU
     python probe.py --model nano_llama --num-sequences 10000 --sequence-length 64 256 1024
     python probe.py --model runs/laptop /models/Llama-2-7b-hf nano_llama@7      # checkpoints, and PRESET@SEED
     torchrun --nproc-per-node 2 probe.py                        # the same rows, from two processes
 
-The model reads random sequences, and predicts the token with the largest logit after the last position. Each
-model, seed and length gets a row; `preference` makes its columns.
+The model reads random sequences, and predicts the token with the largest logit after the last position.
+There is a row for each model, seed and length; `preference` makes its columns.
 """
 
 import math
@@ -46,14 +46,14 @@ class Settings(RunSettings):
 
 
 def probe(settings: Settings):
-    """Which tokens do untrained models prefer? On one thread a minute a seed in bfloat16, 3 in float32."""
+    """Which tokens do untrained models prefer? Takes 3 minutes per seed on one thread, 1 in bfloat16."""
     # A Spec describes a model by its name, seed and config, and its `load` makes the model. A preset gives
     # one Spec for each seed. PRESET@SEED draws its embedding from that seed, too.
     specs = chosen_models(settings.model, settings.seed, settings.embedding_seed, settings.init)
     context = shortest_context(specs)
     check_lengths(settings.sequence_length or (), context)
-    # `begin` joins torchrun's processes, chooses the device, and makes the folder --out. An Experiment's
-    # `save` writes the rows to <name>.json, and prints the columns that are named.
+    # `begin` joins torchrun's processes, chooses the device, and makes the folder --out. `save` writes the
+    # rows to <name>.json and prints some columns.
     experiment = Experiment.begin("probe", "BB Table 1, Figures 1a and 10", settings)
     num_sequences = settings.num_sequences or NUM_SEQUENCES[experiment.device.type]
     lengths = settings.sequence_length or (min(SEQUENCE_LENGTH[experiment.device.type], context),)
@@ -75,7 +75,7 @@ def probe(settings: Settings):
 
 
 class Counts:
-    """How often each token has the largest logit, and each dimension is the largest; cosines of states."""
+    """How often each token, and each dimension, is the largest; and the cosines of states."""
 
     def __init__(self, config, device, with_layers=False):
         d = config.d_model
@@ -86,19 +86,19 @@ class Counts:
         self.layers = [CosineStatistics(d, device) for _ in range(num_states)]  # of the stream, after each
 
     def update(self, model, inputs) -> None:
-        """Add the last positions of n sequences, of tokens (n, T) or of vectors (n, T, d)."""
+        """Count the last positions of n sequences: tokens (n, T) or vectors (n, T, d)."""
         states = model.hidden(inputs, last_only=True, on_state=self.on_state)  # (n, d)
         self.cosines.update(states)
         self.tokens += model.unembed(states).argmax(dim=1).bincount(minlength=len(self.tokens))
         self.dimensions += states.argmax(dim=1).bincount(minlength=len(self.dimensions))
 
     def on_state(self, layer, x) -> None:
-        """Add the stream x (n, T, d), which `hidden` passes before the first block (0) and after each."""
+        """Add the stream x (n, T, d) to a layer's cosines; `hidden` calls this."""
         if self.layers:
             self.layers[layer].update(x[:, -1])
 
     def reduce(self) -> "Counts":
-        """Replace each count by its sum over the ranks."""
+        """Sum all counts over the ranks, in place."""
         self.tokens = sum_over_ranks(self.tokens).cpu()
         self.dimensions = sum_over_ranks(self.dimensions).cpu()
         for statistics in (self.cosines, *self.layers):
@@ -107,20 +107,19 @@ class Counts:
 
 
 @torch.inference_mode()
-def count_predictions(model, T, num_sequences, input_seed=0, of_vectors=False) -> Counts:
-    """Count what a model predicts after random sequences of T tokens; the ranks of torchrun share the work.
+def count_predictions(model, T, num_sequences, input_seed=0, gaussian=False) -> Counts:
+    """Counts of what a model predicts after random sequences of T tokens; torchrun's ranks share the work.
 
-    With `of_vectors`, Gaussian vectors replace the embedded tokens, and all layers get cosines (BB 4.1).
+    With `gaussian`, Gaussian vectors replace the embedded tokens, and every layer has cosines (BB 4.1).
     """
     device = model.device
-    counts = Counts(model.config, device, with_layers=of_vectors)
+    counts = Counts(model.config, device, with_layers=gaussian)
     batch_size = default_batch_size(device, T)
-    # Each rank takes consecutive batches: with two ranks and five batches, rank 1 takes the last three.
     batches = shard(math.ceil(num_sequences / batch_size))
     for batch in progress(batches, desc=f"{T} tokens", unit=" sequences", unit_scale=batch_size):
-        # Sequence number i is drawn from input_seed and i alone, so that it is the same in any batch.
+        # Sequence i is drawn from input_seed and i alone, so it is the same in any batch and on any rank.
         indices = range(batch * batch_size, min((batch + 1) * batch_size, num_sequences))
-        if of_vectors:
+        if gaussian:
             inputs = random_vectors(input_seed, indices, T, model.config.d_model)
         else:
             inputs = random_tokens(input_seed, indices, T, model.config.vocab_size)
@@ -130,10 +129,10 @@ def count_predictions(model, T, num_sequences, input_seed=0, of_vectors=False) -
 
 @torch.inference_mode()
 def preference(model, counts: Counts):
-    """The columns of a row that describe a model's preference."""
+    """The columns of a row that describe which tokens a model prefers, a dictionary."""
     n = int(counts.tokens.sum())
     vocab_size = model.config.vocab_size
-    top1_token = int(counts.tokens.argmax())  # the lowest of tokens with equal counts
+    top1_token = int(counts.tokens.argmax())  # of equal counts the lowest
     top1_count = int(counts.tokens.max())
     uniform_max_count = uniform_counts(n, vocab_size, TOP)[0]
     uniform_max_dimension = uniform_counts(n, model.config.d_model, TOP)[0]
@@ -143,19 +142,18 @@ def preference(model, counts: Counts):
         "top1_token": top1_token,
         "top1_count": top1_count,
         "top1_frequency": top1_count / n,
-        "uniform_max_count": uniform_max_count,  # of the most frequent token, were draws uniform
+        "uniform_max_count": uniform_max_count,  # the count of the luckiest token in uniform draws
         "ratio": top1_count / uniform_max_count,
         "log10_p": binomial_log10_p(top1_count, n, vocab_size),
         "direction_token": direction_token,  # what the mean direction of the final states predicts
         "direction_matches": direction_token == top1_token,
-        **counts.cosines.summary(),  # mean_cosine and std_cosine over all pairs of final states
+        **counts.cosines.summary(),  # mean_cosine and std_cosine
         "dimension_ratio": int(counts.dimensions.max()) / uniform_max_dimension,  # BB Figure 10, as `ratio`
     }
 
 
-# `run_script` makes a flag of each setting, with the setting's comment as help. A file X.py before the flags
-# also sets settings, by name. tyro refuses a misspelt flag, and names the closest one; other mistakes raise
-# UserError. Both end the script with status 2.
+# `run_script` makes a flag of each setting, and help of its comment. A file X.py before the flags sets them,
+# too. A misspelt flag, and any UserError, end the script with status 2 and a message.
 COMMANDS = {"": Command(probe, Settings())}
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
-"""What becomes of a newborn? The training loop (BB B.4), on one CPU or many GPUs.
+"""Train a model: what becomes of a newborn? On one CPU or many GPUs (BB B.4)
 
     python train.py configs/laptop.py                          # learns something visible in minutes
     python train.py configs/laptop.py --source 'books/*.txt' --num-layers 4 --d-model 192     # text, size
-    python train.py --resume --out runs/laptop                 # goes on where it was stopped or killed
-    python train.py sample runs/laptop --prompt "def "         # prints what a checkpoint writes
+    python train.py --resume --out runs/laptop                 # continues where it was stopped or killed
+    python train.py sample runs/laptop --prompt "def "         # writes text with a checkpoint
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
---resume goes on with the newest whole checkpoint, by the settings with which the run began; flags can change
-only those in MAY_CHANGE. Given a config file or other flags, it begins a run that is not there.
+--resume continues from the newest whole checkpoint with the run's own settings; flags may change only those
+in MAY_CHANGE. With a config file or other flags, it starts a run that is missing.
 
-An epoch shuffles the training windows by the data seed, and a step takes the next ones, whatever the number
-of ranks and micro-batches. So a run resumes without any random state, and on a CPU it ends with the same bits
-as a run that was never killed. On SIGTERM, SIGINT or SIGUSR1 it finishes its step or leaves its evaluation,
-saves, and exits with 0.
+Each epoch shuffles the training windows by the data seed, and each step takes the next ones, for any number
+of ranks and micro-batches. So a run needs no random state to resume, and on a CPU ends with the same bits as
+if never killed. On SIGTERM, SIGINT or SIGUSR1 it finishes its step or leaves its evaluation, saves, exits 0.
 """
 
 import math
@@ -34,25 +33,25 @@ from sources import data, origins
 from sources.runs import Run, is_power_of_two
 from sources.sampling import SampleSettings, generate, sample
 
-SINK_WINDOWS = 100  # --track-sinks reads so many (Gu et al.: 100)
+SINK_WINDOWS = 100  # that --track-sinks reads (Gu et al.: 100)
 
 
 @dataclass
 class Settings(RunSettings):
-    """The settings of a run; its folder keeps them in settings.json."""
+    """The settings of a run, kept in its folder as settings.json."""
 
-    model: Literal[tuple(PRESETS)] = "tiny_llama"  # preset to train, with the tokenizer's vocabulary
+    model: Literal[tuple(PRESETS)] = "tiny_llama"  # preset to train; the tokenizer sets its vocabulary
     num_layers: at_least(1) | None = None  # blocks; None: the preset's
     num_heads: at_least(1) | None = None  # heads, each with its own keys and values; None: the preset's
     d_model: at_least(2) | None = None  # width of the residual stream; None: the preset's
-    d_ff: at_least(1) | None = None  # hidden units of an MLP; None: the preset's
+    d_ff: at_least(1) | None = None  # neurons of an MLP; None: the preset's
     seed: int = 42  # seed of the weights
     embedding_seed: int | None = None  # seed of embedding and head; None: the seed
     init: Literal[SCHEMES] = "gpt2"  # how the weights are drawn
-    init_from: str | None = None  # start from this checkpoint folder or PRESET@SEED, in place of --model
+    init_from: str | None = None  # start from this checkpoint or PRESET@SEED instead of --model
     attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"  # scaling of the heads' outputs (BB 6.2)
-    explicit_sink: bool = False  # give each key-value head a learnt key and value, in front of the text
-    data: str | None = None  # data set; None: the one of source and tokenizer, made if missing
+    explicit_sink: bool = False  # give each key-value head a learned key and value, in front of the text
+    data: str | None = None  # data set; None: that of --source and --tokenizer, made if missing
     source: tuple[str, ...] = ("python",)  # text of that data set, as in python -m sources.data
     tokenizer: str = "bpe:4096"  # tokenizer of that data set, as in python -m sources.data
     data_seed: int = 0  # seed of the order of the training sequences
@@ -60,21 +59,21 @@ class Settings(RunSettings):
     bos_first: bool = False  # begin every sequence with BOS, in training and evaluation
     global_batch_size: at_least(1) = 32  # sequences in a step, over all ranks
     micro_batch_size: at_least(1) = 32  # sequences in a forward pass
-    max_iters: at_least(1) = 600  # number of steps; by the last, the learning rate falls to about a tenth
+    max_iters: at_least(1) = 600  # steps; the learning rate falls to about a tenth of its peak
     warmup_iters: at_least(0) = 100  # steps of linear warm-up
     learning_rate: at_least(1e-12, float) = 1e-3  # peak of the learning rate
     weight_decay: at_least(0, float) = 0.1  # weight decay of matrices; vectors have none
     grad_clip: at_least(1e-12, float) = 1.0  # largest norm of the gradient
     log_every: at_least(1) = 10  # steps between printed lines
     eval_every: at_least(1) = 100  # steps between evaluations
-    eval_sequences: at_least(1) = 64  # held-out sequences of an evaluation, always the same
+    eval_sequences: at_least(1) = 64  # held-out sequences per evaluation, always the same
     track_sinks: bool = False  # log sink rates and alpha_1 at evaluations, by length, without and with BOS
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
-    # saved steps kept besides birth and the newest two; powers: 1, 2, 4, ...; all: all; last: none
+    # steps to keep besides step 0 and the newest two; powers: 1, 2, 4, ...; all: all; last: none
     keep: Literal["powers", "all", "last"] = "powers"
     dtype: Literal["float32", "bfloat16"] | None = None  # of products; None: bfloat16 on a GPU, else float32
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model
-    resume: bool = False  # go on from the newest whole checkpoint in --out, with its settings
+    resume: bool = False  # continue from the newest whole checkpoint in --out
     out: str = "runs/default"  # run folder
 
 
@@ -84,13 +83,13 @@ MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
 
 def train(settings: Settings):
-    """What becomes of a newborn? A line every --log-every steps tells the time left."""
+    """Train, or resume; prints the loss and the time left every --log-every steps."""
     settings, device, dtype = runtime.start(settings)
     if settings.global_batch_size < runtime.world_size():
-        raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one for each process")
+        raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one per process")
     run = Run(settings.out)
     with runtime.together(run.lock):
-        origin = runtime.together(origins.chosen, settings, run)  # before data are prepared
+        origin = runtime.together(origins.chosen, settings, run)  # before any data are prepared
         tokens = runtime.together(data.open_data, settings, origin is not None)
         training = runtime.together(Training, settings, run, origin, tokens, device, dtype)
         facts = {"step": training.step, "data set": tokens.meta.fingerprint, "commit": commit()}
@@ -109,7 +108,7 @@ class Training:
         self.device = device
         self.dtype = dtype
         model, self.step = origins.load_model(settings, run, origin, tokens)
-        model.make_angles(max(settings.sequence_length, FIRST_POSITIONS))  # none is made in a compiled model
+        model.make_angles(max(settings.sequence_length, FIRST_POSITIONS))  # a compiled model cannot
         self.raw_model = model.to(device).train()
         self.optimizer = make_optimizer(model, settings)
         run.restore(self.optimizer, model, self.step)
@@ -117,20 +116,20 @@ class Training:
         self.step_tokens = settings.global_batch_size * settings.sequence_length
 
     def go_on(self) -> None:
-        """Train up to --max-iters or a signal. A step due to be saved and evaluated is saved first."""
+        """Train to --max-iters or a signal; a step due for both is saved before it is evaluated."""
         settings, run = self.settings, self.run
         if self.step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {run.folder} is at step {self.step} already")
-        if runtime.world_size() > 1:  # a view: no second copy of the gradients
+        if runtime.world_size() > 1:
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-            self.model.broadcast_buffers = False  # all have the same; as a keyword torch warns of it
+            self.model.broadcast_buffers = False  # equal on all ranks; torch warns of the keyword
         run.begin(settings, self.step, self.tokens)
         if not run.has_begun():
             self.save()
-        flops = training_flops(self.raw_model, settings.sequence_length)  # of a token
+        flops = training_flops(self.raw_model, settings.sequence_length)  # per token
         peak = runtime.matmul_peak(self.device, self.dtype) / flops  # tokens/s
         with runtime.listening_for_signals() as signals:
-            stopped = self.evaluate_if_due(signals)  # of the newborn, or of a step that was only saved
+            stopped = self.evaluate_if_due(signals)  # the newborn, or a step that was saved only
             while self.step < settings.max_iters and not stopped:
                 row, stopped = self.update(signals)
                 row["mfu"] = row["tokens_per_second"] / peak
@@ -146,12 +145,12 @@ class Training:
                 run.draw_loss()
                 if not run.step_folder(self.step).exists():  # stopped in its evaluation
                     self.save()
-            hint = "--resume goes on, and a larger --max-iters stretches the schedule"
+            hint = "--resume continues, and a larger --max-iters stretches the schedule"
             say(f"{run.folder} is at step {self.step} of {settings.max_iters}; {hint}")
-            runtime.gathered()  # none ends before the last is done
+            runtime.gathered()  # ranks end together
 
     def update(self, signals):
-        """Make one step. Returns its row, and whether to stop."""
+        """Do one step; returns its row, and whether to stop."""
         settings = self.settings
         begun = time.perf_counter()
         rate = learning_rate(self.step, settings)
@@ -162,13 +161,13 @@ class Training:
         for part in parts:
             sequences = [self.step * settings.global_batch_size + i for i in part]
             windows = self.tokens.batch(settings.data_seed, sequences, settings.sequence_length)
-            # Only the last backward pass averages gradients over ranks (DistributedDataParallel reads this).
+            # Average gradients over ranks in the last backward pass only (DDP reads this attribute).
             self.model.require_backward_grad_sync = part == parts[-1]
             part_loss = loss_sum(self.model, *windows, self.device, self.dtype) / self.step_tokens
-            (part_loss * runtime.world_size()).backward()  # DDP averages over ranks: this makes a sum of it
+            (part_loss * runtime.world_size()).backward()  # a sum over ranks: DDP averages
             loss += part_loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), settings.grad_clip)
-        # Ranks sum their losses and signals, so that all stop together. A step waits for the device once.
+        # Ranks sum losses and signals, so all stop together. This is the only wait for the device in a step.
         sums = runtime.sum_over_ranks(torch.stack([loss, loss.new_tensor(len(signals))]))
         loss, num_signals, grad_norm = torch.cat((sums, norm[None])).tolist()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -181,7 +180,7 @@ class Training:
         return row | {"tokens_per_second": speed}, num_signals > 0
 
     def evaluate_if_due(self, signals):
-        """Log this step's held-out loss, and sinks if tracked, and print a sample; or tell of a signal."""
+        """Log the held-out loss, and sinks if tracked, and print a sample; returns whether to stop."""
         settings, model = self.settings, self.raw_model
         if self.step % settings.eval_every != 0 and self.step != settings.max_iters:
             return False
@@ -197,7 +196,7 @@ class Training:
                 row["sinks"] = self.sinks(signals)
             generator = torch.Generator().manual_seed(self.step)
             text = generate(model, self.tokens.tokenizer, generator, signals=signals)
-        stopped = any(runtime.gathered(len(signals)))  # all ranks are told the same
+        stopped = any(runtime.gathered(len(signals)))  # the same on all ranks
         if is_first_process() and not stopped:
             self.run.append(row)
             self.run.draw_loss()
@@ -205,7 +204,7 @@ class Training:
         return stopped
 
     def sinks(self, signals):
-        """Rows for each length: of held-out windows as they are and, if there is a BOS, with BOS first."""
+        """Rows for each length: held-out windows as they are and, if there is a BOS, with BOS first."""
         lengths = [self.settings.sequence_length]
         while lengths[-1] >= 64:
             lengths.append(lengths[-1] // 2)
@@ -233,7 +232,7 @@ class Training:
 
 
 def learning_rate(step, settings: Settings):
-    """Learning rate of update number `step`, from 0: a linear warm-up, then a cosine to a tenth (BB B.4)."""
+    """Learning rate of step 0, 1, ...: a linear warm-up, then a cosine to a tenth of the peak (BB B.4)."""
     if step < settings.warmup_iters:
         return settings.learning_rate * (step + 1) / settings.warmup_iters
     done = (step - settings.warmup_iters) / max(1, settings.max_iters - settings.warmup_iters)
@@ -242,23 +241,20 @@ def learning_rate(step, settings: Settings):
 
 
 def micro_batches(count, size):
-    """This rank's share of range(count), consecutive, in parts of `size`; the last part may be smaller."""
+    """This rank's share of range(count), in consecutive ranges of at most `size`."""
     shard = runtime.shard(count)
     return [shard[start : start + size] for start in range(0, len(shard), size)]
 
 
 def loss_sum(model, inputs, targets, device, dtype):
-    """Summed cross-entropy, in nats, of windows (n, T).
-
-    With bfloat16, matrix products and the stream are in bfloat16, the final norm and the loss in float32.
-    """
+    """Summed cross-entropy of windows (n, T), in nats. bfloat16 leaves final norm and loss in float32."""
     with torch.autocast(device.type, dtype, enabled=dtype is torch.bfloat16):
         return model(inputs.to(device), targets.to(device))
 
 
 @torch.no_grad()
 def evaluate(model, inputs, targets, batch_size, device, dtype, signals=()):
-    """Mean loss, in nats/token, of windows (n, T), which ranks share; None if one of them got a signal."""
+    """Mean loss of windows (n, T), in nats/token, shared by ranks; None if a rank got a signal."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses, and of signals
     for part in micro_batches(len(inputs), batch_size):
         if not signals:
@@ -280,32 +276,32 @@ def make_optimizer(model, settings: Settings):
 
 
 def training_flops(model, T):
-    """FLOPs of a token in a training step: six for each weight of a product, and attention's causal half."""
+    """FLOPs per token of a training step: six per weight of a matrix product, and causal attention's."""
     config = model.config
-    weights = config.vocab_size * config.d_model  # the head's; a look-up is no product
+    weights = config.vocab_size * config.d_model  # the head's; an embedding look-up has none
     weights += sum(parameter.numel() for parameter in model.model.layers.parameters() if parameter.ndim > 1)
     attention = config.num_layers * config.num_heads * config.head_size * (T + 1)
     return 6 * (weights + attention)
 
 
 def completed_settings(settings: Settings, flags, in_files):
-    """The settings of a command line; to resume, those of settings.json, changed by the flags."""
+    """The settings that a command line means: to resume, those of settings.json, changed by flags."""
     of_birth = {"model", "seed", "embedding_seed", "init", *origins.SIZES} if settings.init_from else set()
     for name in sorted(of_birth & flags):
-        raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} has its own; leave one out")
+        raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} sets it; leave one out")
     run = Run(settings.out)
     if settings.resume and run.settings_file.exists():
         return run.settings(settings, flags | in_files, MAY_CHANGE)
     if settings.resume and not (in_files or flags - MAY_CHANGE):
-        raise UserError(f"no run in {run.folder} to resume: check --out, or begin one without --resume")
+        raise UserError(f"no run in {run.folder} to resume: check --out, or start one without --resume")
     if settings.resume:
-        say(f"no run in {run.folder} to resume: it begins")
+        say(f"no run in {run.folder} to resume: starting it")
     if settings.warmup_iters >= settings.max_iters:
         if "warmup_iters" in flags | in_files:
             hint = f"expected fewer than the {settings.max_iters} of --max-iters"
             raise UserError(f"--warmup-iters {settings.warmup_iters}: {hint}")
         settings = replace(settings, warmup_iters=settings.max_iters // 6)
-        say(f"--warmup-iters {settings.warmup_iters}, a sixth of --max-iters: the default is not below that")
+        say(f"--warmup-iters {settings.warmup_iters}, a sixth of --max-iters: the default is too long")
     return settings
 
 

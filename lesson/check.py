@@ -28,9 +28,10 @@ from lib.files import read_json
 from lib.settings import Command, UserError, run_script
 from measure.attention import attention_to
 from measure.cosines import pairwise_cosine
-from measure.theory import hermite_kernel, relu_recursion
+from measure.theory import hermite_kernel
 from measure.units import zero_units
 from model import PRESETS
+from reproduce.mechanisms import relu_recursion
 from sources import checkpoint
 from sources.inputs import TextSettings, random_tokens, read_tokens
 

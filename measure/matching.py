@@ -1,20 +1,19 @@
-"""Which hidden units of one model are those of another? (ours)
+"""Match the neurons of two models by what they do to tokens (ours).
 
-A hidden unit is known by what it does to tokens. Let E_t be the embedding of token t, U_t the row of the head
-that scores t, and W the unit's weights. A unit with a gate has three *views*, vectors over all common tokens:
+Let E_t be the embedding of token t, U_t the head's row that scores t, and W a neuron's weights. A neuron with
+a gate has three *views*, vectors over all common tokens (without a gate two):
 
     gate_t = W_gate E_t        up_t = W_up E_t        output_t = U_t W_down
 
-The gain of the norm before a matrix counts as part of the matrix: W_gate, W_up and U have absorbed it. A unit
-without a gate has two views. Rotating the residual stream rotates E and U, too, and changes no view.
-Shuffling units only renames them. Flipping a unit's signs only flips signs of its views.
+The gain of the norm before a matrix counts as part of it, in W_gate, W_up and U. Rotating the residual stream
+rotates E and U too, and changes no view. Shuffling neurons renames them; flipping signs flips their views'.
 
-In one view, a unit of the base and one of the suspect are *mutual neighbours* if each has its largest
-|correlation| with the other. One view is not enough: in unrelated models half of the units have a mutual
-neighbour, too. But another view then usually names another unit, so a unit is *matched* if two views name one
-neighbour. For a whole layer one pair of views counts: the pair that matches most. Nearly all units of a child
-are matched, and on average fewer than one in a layer of an unrelated newborn. The null is measured: the same
-count after the tokens of one model have been permuted (`by_chance` in lineage/match.py).
+In one view, a neuron of the base and one of the suspect are *mutual neighbours* if each has its largest
+|correlation| with the other. One view is not enough: half of the neurons of unrelated models have one, too.
+But another view then usually names another neuron, so a neuron is *matched* if two views agree. In each layer
+we use the pair of views that matches most. A child has nearly all its neurons matched, an unrelated newborn
+on average fewer than one per layer. The null is measured: the same count after permuting one model's tokens
+(`by_chance` in lineage/match.py).
 """
 
 import itertools
@@ -24,9 +23,9 @@ from torch import Tensor
 
 
 def mutual_neighbours(correlations: Tensor):
-    """Each unit's mutual neighbour in one view, (n,), or -1 for none; and its largest |correlation|, (n,).
+    """Each neuron's mutual neighbour in one view, (n,), -1 for none, and its largest |correlation|, (n,).
 
-    `correlations` (n, m) are the |correlations| of n units of one model with m of the other.
+    `correlations` (n, m) are the |correlations| of n neurons of one model with m of the other.
     """
     largest, neighbours = correlations.max(dim=1)
     largest_of_theirs = correlations.amax(dim=0)
@@ -35,9 +34,9 @@ def mutual_neighbours(correlations: Tensor):
 
 
 def matched_units(views):
-    """The matched units' numbers, their partners' numbers, and the smaller |correlation| of two views: (k,).
+    """Matched neurons, their partners, and the smaller |correlation| of the two views, (k,) each.
 
-    `views` has the `mutual_neighbours` of each view.
+    `views` holds `mutual_neighbours` of each view.
     """
     best = (torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.long), torch.zeros(0))
     for (partners, sizes), (others, other_sizes) in itertools.combinations(views, 2):

@@ -1,6 +1,6 @@
-"""Which direction do a newborn's states contract to? It is computed from the weights. (BB Finding 2.2, ours)
+"""Compute from the weights the direction that a newborn's states contract to (BB Finding 2.2, ours).
 
-`contraction.py predict` compares it with what is measured.
+`contraction.py predict` compares it with the measured one.
 """
 
 import torch
@@ -11,19 +11,18 @@ from measure.theory import average, gaussian_grid, scales, unknown
 
 @torch.inference_mode()
 def mean_field(model, T):
-    """The contraction direction from the weights, (d,) of norm 1, for sequences of T random tokens.
+    """The contraction direction, (d,) of norm 1, for sequences of T random tokens; None if `unknown`.
 
     A state is a mean (d,), which all sequences share, plus Gaussian noise e. K (T, T) is the covariance of
-    e at two positions, the same in every dimension.
+    e between positions, the same in every dimension.
 
         norm:       m = g mean / sqrt(P)      Q = K / P                  P = [mean^2] + K_TT + epsilon
         attention:  mean += W_O W_V m         K += [W_O^2 W_V^2 g^2] M Q M^T
         MLP:        mean += W_down E h        K += [W_down^2 Cov(h, h')]
                                               h = phi(W_up (m + g e / sqrt(P)))
 
-    Matrices are squared entry by entry, [] is a mean over the dimensions of the stream, and g are the gains
-    of the norm. The formulas neglect that early positions have another mean and P, that attention is
-    uneven, and biases of q, k and v. None for an architecture that is `unknown`.
+    Squares are entry by entry, [] is a mean over the stream's dimensions, g are the norm's gains. Neglected:
+    early positions have another mean and P, attention is uneven, and q, k and v may have biases.
     """
     if unknown(model.config):
         return None
@@ -44,7 +43,7 @@ def mean_field(model, T):
 
 
 def normed(norm, mean, K):
-    """m (d,), the gains g (d,), and Q (T, T). LayerNorm subtracts the mean of `mean` and adds a bias."""
+    """m (d,), the gains g (d,), and Q (T, T), after a norm; LayerNorm also centers `mean` and adds a bias."""
     g = norm.weight.double()
     bias = 0.0
     if isinstance(norm, nn.LayerNorm):
@@ -70,7 +69,7 @@ def attention_update(attention, m, g, Q):
 def mlp_update(mlp, m, g, Q):
     """The terms that an MLP adds to mean (d,) and to K (T, T).
 
-    Cov(h, h') is Var h at one position, and at two positions about `slope` times the cosine of their noise.
+    Cov(h, h') is Var h at one position; between two it is about `slope` times the cosine of their noise.
     """
     expected, variance, slope = hidden_moments(mlp, m, g.square() * Q[-1, -1])
     W_down = mlp.down_proj.weight.double()  # (d, d_ff)
@@ -81,11 +80,10 @@ def mlp_update(mlp, m, g, Q):
 
 
 def hidden_moments(mlp, m, noise):
-    """E h, Var h and slope, (d_ff,) float64, of hidden units h for inputs x ~ N(m, diag(noise)).
+    """E h, Var h and slope, (d_ff,) float64, of neurons h for inputs x ~ N(m, diag(noise)), noise (d,).
 
-    `noise` has variances, (d,). Two inputs whose noise has a small correlation rho have hidden units of
-    covariance slope * rho. A gated unit h = phi(gate x) u is written with z ~ N(0, 1) and a normal variable
-    `rest` that is independent of z:
+    If the noise of two inputs has a small correlation rho, the neurons' covariance is slope * rho. A gated
+    neuron h = phi(gate x) u is written with z ~ N(0, 1) and a normal variable `rest`, independent of z:
 
         gate x = gate m + s z                      s^2 = gate^2 noise
         u = up x = up m + (c / s) z + rest         c = gate noise up        Var rest = up^2 noise - (c / s)^2
@@ -96,7 +94,7 @@ def hidden_moments(mlp, m, noise):
     z, weight = gaussian_grid(61, noise.device)
     up = mlp.up_proj.weight.double()  # (d_ff, d)
     gate = up if mlp.gate_proj is None else mlp.gate_proj.weight.double()
-    s = (gate.square() @ noise).sqrt().clamp(min=1e-30)  # (d_ff,); s is 0 if a gate was pruned
+    s = (gate.square() @ noise).sqrt().clamp(min=1e-30)  # (d_ff,); 0 if a gate is pruned
     gate_x = (gate @ m)[:, None] + s[:, None] * z  # (d_ff, nodes)
     phi = mlp.activation(gate_x)
     u = torch.ones_like(phi)  # the mean of u for each z

@@ -1,4 +1,4 @@
-"""Does each mechanism of BB section 4 work by itself? Seven experiments beside those of contraction.py.
+"""Test each mechanism of BB section 4 by itself: seven experiments beside those of contraction.py.
 
 python -m reproduce.mechanisms ablation      # each takes seconds to a minute on 2 cores
 """
@@ -11,32 +11,32 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from contraction import Births, LengthSettings, NewbornSettings, sublayers_apart
+from contraction import LengthSettings, NewbornExperiment, NewbornSettings, sublayers_apart
 from init import STD, variant
 from lib.settings import Command, run_script
 from measure import theory
 from measure.attention import Means
-from measure.cosines import floored_cosine, pairwise_cosine
+from measure.cosines import pairwise_cosine
 from model import rope_frequencies
 from probe import SHOWN, preference
 from sources.inputs import random_vectors
 
 
-def gaussian_inputs(births, T, d):
-    """Gaussian vectors of an embedding's standard deviation, 0.02: (num_sequences, T, d)."""
-    vectors = random_vectors(births.settings.input_seed, range(births.settings.num_sequences), T, d)
-    return vectors.to(births.device, births.dtype)
+def gaussian_inputs(experiment, T, d):
+    """Gaussian vectors with the standard deviation of embeddings, 0.02: (num_sequences, T, d)."""
+    vectors = random_vectors(experiment.settings.input_seed, range(experiment.settings.num_sequences), T, d)
+    return vectors.to(experiment.device, experiment.dtype)
 
 
 @torch.inference_mode()
 def mlp(settings: NewbornSettings):
     """Does an asymmetric activation contract states? (BB Figures 4, 5, Proposition 2; a minute)"""
-    births = Births.begin("mlp", "BB Figures 4, 5, Proposition 2", settings, (1,))
-    for key, model, T in births.each(vocab_size=1, sublayers="mlp"):
-        x = gaussian_inputs(births, T, model.config.d_model)[:, 0]  # (n, d)
+    experiment = NewbornExperiment.begin("mlp", "BB Figures 4, 5, Proposition 2", settings, (1,))
+    for key, model, T in experiment.newborns(vocab_size=1, sublayers="mlp"):
+        x = gaussian_inputs(experiment, T, model.config.d_model)[:, 0]  # (n, d)
         relu = variant(model, mlp="relu")
         tanh = variant(model, mlp="tanh")
-        bare = theory.relu_recursion(model.config.num_layers, settings.init)
+        bare = relu_recursion(model.config.num_layers, settings.init)
         stacks = [  # `standard` blocks have a norm and a residual, but no attention
             ("mlp0_relu", [block.mlp for block in relu.model.layers], bare),
             ("mlp0_tanh", [block.mlp for block in tanh.model.layers], [0.0] * len(bare)),
@@ -48,24 +48,52 @@ def mlp(settings: NewbornSettings):
             for layer, function in enumerate([nn.Identity(), *functions]):
                 state = function(state)
                 row = key | {"stack": stack, "layer": layer, "theory": prediction[layer]}
-                births.rows.append(row | pairwise_cosine(state))
-                if stack == "mlp0_relu":  # deep states are so short that torch's epsilon tells (ours)
+                experiment.rows.append(row | pairwise_cosine(state))
+                if stack == "mlp0_relu":  # deep states are shorter than torch's epsilon (ours)
                     row |= {"stack": "mlp0_relu_epsilon", "theory": None}
-                    births.rows.append(row | floored_cosine(state, epsilon=1e-8))
+                    experiment.rows.append(row | floored_cosine(state, epsilon=1e-8))
     question = "Does an asymmetric activation contract stacks of MLPs? (mlp0: without norm and residual)"
-    return births.finish(question, "layer", "stack", {"theory": "Proposition 2; kernel recursion"})
+    return experiment.finish(question, "layer", "stack", {"theory": "Proposition 2; kernel recursion"})
+
+
+def relu_recursion(layers, scheme="gpt2"):
+    """Cosines along a stack of wide ReLU MLPs without norm and residual, the input's first (BB Prop. 2).
+
+        c_0 = 0        c_{l+1} = (kappa(c_l) - lost) / (1 - lost)
+        kappa(c) = (sqrt(1 - c^2) + c (pi - arccos c)) / pi
+
+    `lost` is 0; for `centered` it is kappa(0) = 1/pi, the neurons' mean product for orthogonal inputs.
+    """
+    if scheme not in theory.KNOWN_SCHEMES:
+        return [None] * (layers + 1)
+    lost = 1 / math.pi if scheme == "centered" else 0.0
+    c = 0.0
+    cosines = [c]
+    for _ in range(layers):
+        angle = math.pi - math.acos(c)
+        kappa = (math.sqrt(1 - c**2) + c * angle) / math.pi
+        c = (kappa - lost) / (1 - lost)
+        cosines.append(c)
+    return cosines
+
+
+def floored_cosine(states, epsilon):
+    """`pairwise_cosine` as torch's `cosine_similarity` computes it: norms are at least `epsilon`."""
+    unit = F.normalize(states.double(), dim=1, eps=epsilon)
+    cosines = (unit @ unit.T)[*torch.tril_indices(len(unit), len(unit), -1)]
+    return {"mean_cosine": cosines.mean().item(), "std_cosine": cosines.std(correction=0).item()}
 
 
 @torch.inference_mode()
 def amplify(settings: LengthSettings):
     """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4; a minute)"""
-    births = Births.begin("amplify", "BB Table 3, Proposition 4", settings, (100, 128, 1024))
+    experiment = NewbornExperiment.begin("amplify", "BB Table 3, Proposition 4", settings, (100, 128, 1024))
     changes = {"vocab_size": 1, "sublayers": "mlp", "mlp": "relu", "num_layers": 2}
-    for key, model, T in births.each(**changes):
+    for key, model, T in experiment.newborns(**changes):
         first_mlp, second_mlp = (block.mlp for block in model.model.layers)
-        inputs = gaussian_inputs(births, T, model.config.d_model)
+        inputs = gaussian_inputs(experiment, T, model.config.d_model)
         states = torch.stack([first_mlp(x) for x in inputs])  # (n, T, d)
-        _, once, twice = theory.relu_recursion(2, settings.init)
+        _, once, twice = relu_recursion(2, settings.init)
         averaged = None if once is None else once / (1 / T + (1 - 1 / T) * once)  # BB Proposition 4
         stacks = [
             ("mlp0", states[:, -1], once),
@@ -74,53 +102,53 @@ def amplify(settings: LengthSettings):
         ]
         for stack, last, prediction in stacks:
             row = {"stack": stack, "sequence_length": T, "theory": prediction}
-            births.rows.append(key | row | pairwise_cosine(last))
+            experiment.rows.append(key | row | pairwise_cosine(last))
     question = "Does averaging over positions amplify what a ReLU MLP began?"
     theories = {"theory": "Propositions 2 and 4"}
-    return births.finish(question, "sequence_length", "stack", theories, log="x", ylim=(0, 1.05))
+    return experiment.finish(question, "sequence_length", "stack", theories, log="x", ylim=(0, 1.05))
 
 
 @torch.inference_mode()
 def ablation(settings: LengthSettings):
     """Do MLPs alone, or attention alone, prefer tokens? (BB Figure 3, Table 2; half a minute)"""
-    births = Births.begin("ablation", "BB Figure 3, Table 2", settings)
-    for key, model, T in births.each():
+    experiment = NewbornExperiment.begin("ablation", "BB Figure 3, Table 2", settings)
+    for key, model, T in experiment.newborns():
         for kind, part, counts in sublayers_apart(settings, model, T):
-            births.rows.append(key | {"variant": kind, "sequence_length": T} | preference(part, counts))
+            experiment.rows.append(key | {"variant": kind, "sequence_length": T} | preference(part, counts))
     question = "Which sublayer gives a newborn its favourite token?"
     options = {"y": "ratio", "style": "o", "ylabel": "its count / that of uniform draws' favourite"}
-    return births.finish(question, "variant", "model", {}, (), ("variant", *SHOWN), **options)
+    return experiment.finish(question, "variant", "model", {}, (), ("variant", *SHOWN), **options)
 
 
 @torch.inference_mode()
 def engage(settings: NewbornSettings):
-    """Does LayerNorm spread pre-activations until the asymmetry tells? (BB Figure 6; seconds)"""
-    births = Births.begin("engage", "BB Figure 6", settings, (1,))
-    for key, model, T in births.each(vocab_size=1, sublayers="mlp", num_layers=1):
+    """Does LayerNorm spread pre-activations to where GELU is asymmetric? (BB Figure 6; seconds)"""
+    experiment = NewbornExperiment.begin("engage", "BB Figure 6", settings, (1,))
+    for key, model, T in experiment.newborns(vocab_size=1, sublayers="mlp", num_layers=1):
         (block,) = model.model.layers
         gate = block.mlp.gate_proj or block.mlp.up_proj
         d = model.config.d_model
-        x = gaussian_inputs(births, T, d)[:, 0]  # (n, d)
+        x = gaussian_inputs(experiment, T, d)[:, 0]  # (n, d)
         for normed, inputs in ((True, block.post_attention_layernorm(x)), (False, x)):
             expected_std = STD * inputs.square().sum(1).mean().sqrt().item()
             cosine = one_block_cosine(model.config.mlp, expected_std, d, settings.init)
             row = key | {"normed": normed, "theory": cosine}
             row["preactivation_std"] = gate(inputs).float().std().item()
-            births.rows.append(row | pairwise_cosine(block.mlp(inputs)))
+            experiment.rows.append(row | pairwise_cosine(block.mlp(inputs)))
     question = "Does the norm spread pre-activations to where the activation is asymmetric? (False: no norm)"
     theories = {"theory": "quadrature"}
     measured = ("mean_cosine", "std_cosine", "preactivation_std")
-    return births.finish(question, "preactivation_std", "normed", theories, measured, style="o", log="xy")
+    return experiment.finish(question, "preactivation_std", "normed", theories, measured, style="o", log="xy")
 
 
 @torch.inference_mode()
 def width(settings: NewbornSettings):
     """How does the contraction of one MLP0 block depend on its width? (ours; seconds)"""
-    births = Births.begin("width", "ours", settings, (1,))
+    experiment = NewbornExperiment.begin("width", "ours", settings, (1,))
     for d in (128, 256, 512, 1024):
         shape = {"num_layers": 1, "num_heads": 1, "d_model": d, "d_ff": 4 * d}
-        x = gaussian_inputs(births, 1, d)[:, 0] / STD  # (n, d)
-        for key, model, _ in births.each(vocab_size=1, sublayers="mlp", **shape):
+        x = gaussian_inputs(experiment, 1, d)[:, 0] / STD  # (n, d)
+        for key, model, _ in experiment.newborns(vocab_size=1, sublayers="mlp", **shape):
             kind = model.config.mlp
             (block,) = model.model.layers
             for scaling, std in (("1/sqrt(d)", d**-0.5), ("0.02", STD)):
@@ -130,24 +158,26 @@ def width(settings: NewbornSettings):
                 scaled = copy.deepcopy(block.mlp)
                 for weight in scaled.parameters():
                     weight.mul_(std / STD)
-                births.rows.append(row | pairwise_cosine(scaled(x)))
+                experiment.rows.append(row | pairwise_cosine(scaled(x)))
     question = "How does one block's contraction depend on its width?"
     options = {"panel": "scaling", "log": "xy"}
-    return births.finish(question, "d_model", "mlp", {"theory": "quadrature"}, **options)
+    return experiment.finish(question, "d_model", "mlp", {"theory": "quadrature"}, **options)
 
 
 def one_block_cosine(mlp, s, d, scheme="gpt2"):
-    """Cosine of one MLP0's outputs for orthogonal inputs that give a pre-activation a std of `s`."""
+    """Cosine of an MLP0's outputs for orthogonal inputs, pre-activations of std `s`; None if unknown."""
+    if scheme not in theory.KNOWN_SCHEMES:
+        return None
     k = theory.mlp_kernel(mlp, s, d, scheme)
-    return None if k is None else float(k[0] / k.sum())
+    return float(k[0] / k.sum())
 
 
 @torch.inference_mode()
 def intra(settings: LengthSettings):
     """Does attention make a sequence's positions alike? (BB Figure 8, Proposition 5; a quarter minute)"""
-    births = Births.begin("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
-    for key, model, T in births.each(vocab_size=1, sublayers="attention"):
-        x = gaussian_inputs(births, T, model.config.d_model)  # (n, T, d)
+    experiment = NewbornExperiment.begin("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
+    for key, model, T in experiment.newborns(vocab_size=1, sublayers="attention"):
+        x = gaussian_inputs(experiment, T, model.config.d_model)  # (n, T, d)
         L = model.config.num_layers
         limit = averaging_limit(T, L)
         foreseen = intra_recursion(model.config, T, settings.init)
@@ -162,15 +192,15 @@ def intra(settings: LengthSettings):
                 unit = F.normalize(state.double(), dim=2, eps=0)
                 row = key | {"stack": stack, "sequence_length": T, "layer": layer + 1}
                 row |= {"exact_theory": exact[layer], "limit_theory": limit[layer]}
-                births.rows.append(row | {"mean_cosine": unit.mean(1).square().sum(1).mean().item()})
+                experiment.rows.append(row | {"mean_cosine": unit.mean(1).square().sum(1).mean().item()})
     question = "Does attention without residual make a sequence's positions alike? (attn0: uniform weights)"
     theories = {"exact_theory": "theory for this length", "limit_theory": "Proposition 5: infinite length"}
     options = {"panel": "sequence_length", "ylabel": "mean cosine within a sequence"}
-    return births.finish(question, "layer", "stack", theories, ("mean_cosine",), **options)
+    return experiment.finish(question, "layer", "stack", theories, ("mean_cosine",), **options)
 
 
 def averaging_stack(T, layers):
-    """Mean cosine within a sequence after each Attn0, for large d, of every pair, itself with itself, too."""
+    """Mean cosine within a sequence after each Attn0, for large d, over all pairs of positions, i = j too."""
     S = torch.eye(T, dtype=torch.float64)
     cosines = []
     for _ in range(layers):
@@ -180,12 +210,12 @@ def averaging_stack(T, layers):
 
 
 def mean_cosine(S):
-    """The mean of S_ij / sqrt(S_ii S_jj), a sequence's covariances (T, T)."""
+    """The mean of S_ij / sqrt(S_ii S_jj), for a sequence's covariances S (T, T)."""
     return (S / theory.scales(S)).mean().item()
 
 
 def averaging_limit(T, layers):
-    """The same by BB Proposition 5: 1/T + (1 - 1/T) rho_L, where rho_L is the limit of infinite T."""
+    """The same by BB Proposition 5: 1/T + (1 - 1/T) rho_L, with rho_L the limit of infinite T."""
     cosines = []
     for L in range(1, layers + 1):
         rho = 0.0
@@ -197,7 +227,7 @@ def averaging_limit(T, layers):
 
 @functools.cache
 def intra_recursion(config, T, scheme):
-    """The same before (0) and after each attention of a newborn."""
+    """The same for a newborn's attention, before (0) and after each."""
     if theory.unknown(config, scheme):
         return [None] * (config.num_layers + 1)
     return [mean_cosine(S) for S, _ in theory.covariances(config, T, scheme, residual=False)]
@@ -206,35 +236,35 @@ def intra_recursion(config, T, scheme):
 @torch.inference_mode()
 def variance(settings: LengthSettings):
     """Do the first block's aggregated values shrink along positions? (BB Figure 9, Equation 2; seconds)"""
-    births = Births.begin("variance", "BB Figure 9, Equation 2", settings, (1024,))
-    for key, model, T in births.each(vocab_size=1, sublayers="attention", num_layers=1):
+    experiment = NewbornExperiment.begin("variance", "BB Figure 9, Equation 2", settings, (1024,))
+    for key, model, T in experiment.newborns(vocab_size=1, sublayers="attention", num_layers=1):
         means = Means(settings.num_sequences)
-        for x in gaussian_inputs(births, T, model.config.d_model).split(1):
+        for x in gaussian_inputs(experiment, T, model.config.d_model).split(1):
             model.hidden(x, on_heads=means.add_heads)
         exact = aggregated_std(model.config, T, settings.init)
         for i, std in enumerate(means.std(1).tolist(), start=1):
             uniform = None if exact[0] is None else exact[0] / math.sqrt(i)
             row = {"position": i, "std": std, "uniform_theory": uniform, "theory": exact[i - 1]}
-            births.rows.append(key | row)
+            experiment.rows.append(key | row)
     question = "Do the values that attention aggregates shrink along the positions?"
     theories = {"theory": "with the logits' variance", "uniform_theory": "Equation 2: uniform"}
     options = {"y": "std", "ylabel": "std of aggregated values", "style": "-", "log": "xy"}
-    return births.finish(question, "position", "model", theories, ("std",), **options)
+    return experiment.finish(question, "position", "model", theories, ("std",), **options)
 
 
 def aggregated_std(config, T, scheme):
     """Standard deviation of aggregated values at positions 1..T of the first block (BB Equation 2).
 
-    Var o_i is that of a value times E sum_j a_j^2 + (1 - 1/i) kept_i t^2 / d, where Equation 2 has 1/i. The
-    last term does not decay: attention, however slight, selects values along W_V W_K^T q, a direction that
-    RoPE turns by a different angle for each key, which leaves the share kept_i.
+    Var o_i is a value's times E sum_j a_j^2 + (1 - 1/i) kept_i t^2 / d, where Equation 2 has 1/i. The last
+    term does not decay: attention, however slight, selects values along W_V W_K^T q, a direction that RoPE
+    turns by another angle for each key, which leaves the share kept_i.
     """
     if theory.unknown(config, scheme):
         return [None] * T
     d = config.d_model
     i = torch.arange(1, T + 1, dtype=torch.float64)
     value_variance = d * STD**2 * STD**2 / (STD**2 + config.norm_epsilon)  # also that of queries and keys
-    t = value_variance  # q k^T / sqrt(Dh) has the std of q times that of k
+    t = value_variance  # of q k^T / sqrt(Dh): std of q times that of k
     angle = torch.outer(i - 1, rope_frequencies(config).double())  # (T, Dh/2)
     kept = (angle.cos().cumsum(0).square() + angle.sin().cumsum(0).square()).mean(1) / i.square()
     concentration = attention_concentration(T, t) + (1 - 1 / i) * (t**2 * kept / d)
@@ -244,7 +274,7 @@ def aggregated_std(config, T, scheme):
 def attention_concentration(T, t):
     """E sum_j a_j^2 for softmax weights a over i = 1..T keys with logits N(0, t^2), (T,); uniform: 1/i.
 
-    With w = e^logit, 1/(sum w)^2 is the integral of u e^(-u sum w) du, so that independent logits give
+    With w = e^logit, 1/(sum w)^2 is the integral of u e^(-u sum w) du, so independent logits give
     i * integral of u E[w^2 e^(-uw)] E[e^(-uw)]^(i-1) du. For large i that is e^(t^2) / i.
     """
     z, weight = theory.gaussian_grid(401)

@@ -14,9 +14,9 @@ from contraction import EXPERIMENTS
 from lib.files import read_json
 from lib.settings import RunSettings
 from measure import theory
-from measure.cosines import floored_cosine
 from measure.mean_field import mean_field
 from model import CHOICES, NORMS, PRESETS, Transformer
+from reproduce.mechanisms import floored_cosine
 from sources.inputs import random_tokens, random_vectors
 
 SEEDS = (1, 2)

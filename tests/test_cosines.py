@@ -52,15 +52,6 @@ def test_cosine_statistics_refuse_states_without_direction(bad):
         statistics.summary()
 
 
-def test_floored_cosine_is_that_of_torch():
-    states = normal(12, 5) * 1e-8  # half of the norms are below the epsilon of 2e-8
-    pairs = list(itertools.combinations(states.double(), 2))
-    for epsilon in (0.0, 2e-8):
-        expected = [F.cosine_similarity(a, b, dim=0, eps=epsilon).item() for a, b in pairs]
-        row = {"mean_cosine": np.mean(expected), "std_cosine": np.std(expected)}
-        assert cosines.floored_cosine(states, epsilon) == pytest.approx(row, abs=1e-9)  # float64
-
-
 def exact_log10_p(count: int, n: int, V: int) -> float:
     """log10 of V P[Binomial(n, 1/V) >= count] in integers; math.log10 takes integers of any size."""
     tail = sum(math.comb(n, j) * (V - 1) ** (n - j) for j in range(count, n + 1))

@@ -18,7 +18,7 @@ lib.settings lib.random lib.kernels / lib.files lib.runtime / lib.results lib.fi
 / measure.constants measure.mean_field measure.units / measure.rounding
 / lineage.settings lineage.table / lineage.layout / lineage.views / lineage.evidence lineage.match
 / lineage.verdict / lineage.compare / lineage.births lineage.disguise lineage.family / probe sinks seedprint
-/ contraction train / reproduce lesson
+/ contraction train / reproduce / lesson
 """.split("/")
 
 

@@ -1,5 +1,6 @@
 """reproduce/mechanisms.py: rows against a plain recomputation, theory against matrices, and its limits."""
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import normal
 from test_contraction import CONFIG, COUNT, LENGTH, SEEDS, assert_cosines, newborns, select, vectors
 
 import init
@@ -56,7 +58,7 @@ def test_mlp(stack, results):
     x = vectors(1)[:, 0]
     stacks = [mlp_stack(model, x, PHI[stack], stack.startswith("standard")) for model in newborns()]
     mlp = "relu" if stack == "standard_relu" else "gelu"
-    theories = {"mlp0_relu": theory.relu_recursion(6), "mlp0_tanh": [0.0] * 7}
+    theories = {"mlp0_relu": mechanisms.relu_recursion(6), "mlp0_tanh": [0.0] * 7}
     recursion = theory.kernel_recursion(replace(CONFIG, sublayers="mlp", mlp=mlp), 1)
     rows = select(results["mlp"]["rows"], stack=stack)
     for row, *states, expected in zip(rows, *stacks, theories.get(stack, recursion), strict=True):
@@ -74,7 +76,7 @@ def test_amplify(results):
         stacks["mlp0_mlp0"].append(second.view(x.shape)[:, -1])
         stacks["mlp0_attn0"].append(first.mean(1))
     c = 1 / math.pi
-    theories = {"mlp0": c, "mlp0_mlp0": theory.relu_recursion(2)[2]}
+    theories = {"mlp0": c, "mlp0_mlp0": mechanisms.relu_recursion(2)[2]}
     theories["mlp0_attn0"] = c / (1 / LENGTH + (1 - 1 / LENGTH) * c)  # BB Proposition 4
     for stack, states in stacks.items():
         (row,) = select(results["amplify"]["rows"], stack=stack)
@@ -190,3 +192,19 @@ def test_attention_concentration_in_its_limits():
     torch.testing.assert_close(mechanisms.attention_concentration(2000, 0.0), 1 / i, rtol=1e-6, atol=0)
     # e^(s^2) / i, to the next order in 1/i
     assert mechanisms.attention_concentration(2000, 0.8)[-1] * 2000 == pytest.approx(math.exp(0.64), rel=5e-3)
+
+
+def test_relu_recursion():
+    cosines = mechanisms.relu_recursion(2000)
+    assert cosines[:4] == pytest.approx([0, 0.3183, 0.4937, 0.6048], abs=5e-5)
+    assert 1 - 1e-4 < cosines[-1] < 1
+    assert mechanisms.relu_recursion(3, "centered") == [0, 0, 0, 0]
+
+
+def test_floored_cosine_is_that_of_torch():
+    states = normal(12, 5) * 1e-8  # half of the norms are below the epsilon of 2e-8
+    pairs = list(itertools.combinations(states.double(), 2))
+    for epsilon in (0.0, 2e-8):
+        expected = [F.cosine_similarity(a, b, dim=0, eps=epsilon).item() for a, b in pairs]
+        row = {"mean_cosine": np.mean(expected), "std_cosine": np.std(expected)}
+        assert mechanisms.floored_cosine(states, epsilon) == pytest.approx(row, abs=1e-9)  # float64

@@ -125,7 +125,7 @@ def test_what_nobody_filled_is_nan():
     """Off the meta device linear layers and LayerNorms draw numbers of torch's; the embedding does not."""
     for name in ("gpt2", "llama"):
         model = Transformer(KINDS[name])
-        with pytest.raises(RuntimeError, match="no angles"):
+        with pytest.raises(RuntimeError, match="not precomputed"):
             model.hidden(TOKENS)
         model.make_angles()
         assert model.hidden(TOKENS).isnan().all()

@@ -62,13 +62,6 @@ def test_gated_kernel_against_monte_carlo(phi, rho, monkeypatch):
     assert value == pytest.approx(products.mean().item(), abs=error, rel=4 / d)
 
 
-def test_relu_recursion():
-    cosines = theory.relu_recursion(2000)
-    assert cosines[:4] == pytest.approx([0, 0.3183, 0.4937, 0.6048], abs=5e-5)
-    assert 1 - 1e-4 < cosines[-1] < 1
-    assert theory.relu_recursion(3, "centered") == [0, 0, 0, 0]
-
-
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_mlp_only_recursion_is_a_scalar_one(mlp):
     """Without attention, positions never meet: two numbers per layer, in plain Python."""

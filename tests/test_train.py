@@ -165,7 +165,7 @@ def test_two_processes_one_of_which_is_killed_and_then_one(tokens, tmp_path):
     config.write_text(config.read_text() + KILLED)
     done = run_script("--max-restarts=1", "train.py", config, ranks=2)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("it begins") == 1 and done.stderr.count("exitcode: -9") == 1
+    assert done.stdout.count("starting it") == 1 and done.stderr.count("exitcode: -9") == 1
     assert done.stdout.count("step 12: held-out loss") == 1
     train.train(one)
     for settings in (one, two):
@@ -412,7 +412,7 @@ def test_resuming_where_there_is_no_run(tokens, whole, stopped, tmp_path):
             assert_refused(run_here("train.py", "--resume", "--out", folder, *words), f"no run in {folder}")
     assert not (tmp_path / "typo").exists()
     done = run_here("train.py", config_file(small(tokens, tmp_path / "a"), tmp_path), "--resume")
-    assert done.returncode == 0 and f"no run in {tmp_path / 'a'} to resume: it begins" in done.stdout
+    assert done.returncode == 0 and f"no run in {tmp_path / 'a'} to resume: starting it" in done.stdout
     assert same_bits(tmp_path / "a", whole)
 
 
