@@ -66,6 +66,12 @@ def fetch_parts(repo, revision, commit, sizes):
     weights = [name for name in sizes if name.endswith((".safetensors", ".gguf"))]
     if None not in cached(repo, commit, weights):
         return fetch_whole(repo, revision, commit, sizes)
+    beside = {name: size for name, size in sizes.items() if name not in weights}
+    if beside:
+        snapshot = fetch_whole(repo, revision, commit, beside).parent
+    else:  # a lone .gguf: the cache notes all the same which commit the revision is
+        snapshot = Path(snapshot_download(repo, revision=revision, allow_patterns=[]))
+        snapshot.mkdir(parents=True, exist_ok=True)
     folder = parts_folder(repo, commit)
     for name in weights:
         ranges.begin(folder / name, sizes[name])
@@ -76,13 +82,9 @@ def fetch_parts(repo, revision, commit, sizes):
         if is_first_process():
             print(f"{error}: {repo} is fetched whole", file=sys.stderr)
         return fetch_whole(repo, revision, commit, sizes)
-    beside = {name: size for name, size in sizes.items() if name not in weights}
-    if not beside:  # a lone .gguf: the cache notes which commit the revision is
-        snapshot = snapshot_download(repo, revision=revision, allow_patterns=[])
-        os.makedirs(snapshot, exist_ok=True)
     for name in beside:
         with contextlib.suppress(FileExistsError):
-            (folder / name).symlink_to(fetch_whole(repo, revision, commit, beside).parent / name)
+            (folder / name).symlink_to(snapshot / name)
     return folder / [*sizes][0]
 
 

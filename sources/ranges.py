@@ -95,8 +95,9 @@ def fetch(wanted, is_told=False) -> None:
     if requests and is_told and is_first_process():
         size = sum(last - first for _, first, last in requests) * BLOCK
         whole = sum(path.stat().st_size for path in parts)
+        repo, _, _ = place_on_hub(wanted[0][0])
         said = f"{size / 1e9:.3g} GB of {whole / 1e9:.3g}"
-        print(f"not here: fetching {said} from the Hub, of {place_on_hub(path)[0]}", file=sys.stderr)
+        print(f"not here: fetching {repo} from the Hub, {said}", file=sys.stderr)
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(fetch_blocks, requests))
 
@@ -153,7 +154,7 @@ def rows_of(shape, part):
 
 
 def need_part(path, span, shape, part) -> None:
-    """The same for a part of a tensor, of this shape, that stands from `span[0]` to `span[1]` in the file."""
+    """Have a part of a tensor, of this shape, that stands from `span[0]` to `span[1]` in a file."""
     start, stop = span
     rows = rows_of(shape, part)
     if rows.numel():
