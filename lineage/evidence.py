@@ -236,9 +236,11 @@ def all_rows(stack, name, shape):
     return residual_rows(stack, name, stack.source.read(name))[:count:step]
 
 
-def rows_looked_at(stack, name, shape):
-    """LOOKED_AT rows of a matrix of at least this shape, as they are stored, (n, columns); or of several."""
-    *experts, count, columns = shape
+def parts_looked_at(shape):
+    """The parts of a tensor of this shape that a look reads."""
+    if len(shape) < 2:
+        return [()]
+    *experts, count, _ = shape
     total = math.prod(shape[:-1])
     size = min(BLOCK, count)
     parts = [(*[slice(0, number) for number in experts], slice(0, count))]
@@ -248,7 +250,13 @@ def rows_looked_at(stack, name, shape):
             expert, first = divmod(start, count)
             first = min(first, count - size)
             parts.append((*[expert][: len(experts)], slice(first, first + size)))
-    read = [stack.source.read(name, part)[..., :columns] for part in parts]
+    return parts
+
+
+def rows_looked_at(stack, name, shape):
+    """LOOKED_AT rows of a matrix of at least this shape, as they are stored, (n, columns); or of several."""
+    columns = shape[-1]
+    read = [stack.source.read(name, part)[..., :columns] for part in parts_looked_at(shape)]
     return torch.cat([rows.reshape(-1, columns) for rows in read])
 
 

@@ -101,6 +101,21 @@ def layers_to_read(base: Units, suspect: Units, limit, layers=None):
     return base.numbers(limit if at_same_places else None), suspect.numbers(limit, layers)
 
 
+def most_layers(base: Units, suspect: Units, settings):
+    """In how many layers, at most, are hidden units looked for? None: in all."""
+    is_large = any(units.width * len(units.mlps) > LARGE for units in (base, suspect))
+    return DEEP if is_large and settings.layers is None else settings.layers
+
+
+def expect_units(base: Units, suspect: Units, settings, layers):
+    """Fetch what shows the hidden units of two models, where it is on the Hub: tables and MLPs."""
+    numbers = layers_to_read(base, suspect, most_layers(base, suspect, settings), layers)
+    for units, places in zip((base, suspect), numbers):
+        names = {name for place in places for name in units.mlps[place].matrices.values()}
+        names.update(itertools.chain(*units.stack.tables, *units.stack.heads))
+        units.stack.source.expect((name, ()) for name in names)
+
+
 def pairings(bases, suspects, vocabularies):
     """Yield the Units of a base and of a suspect, and the tokens that both have, by string or by number."""
     for base, suspect in itertools.product(bases, suspects):
@@ -199,9 +214,7 @@ def match_stacks(way: Way, settings, layers=None):
     base's, all layers are read.
     """
     base, suspect = way.base, way.suspect
-    limit = settings.layers
-    if limit is None and any(units.width * len(units.mlps) > LARGE for units in (base, suspect)):
-        limit = DEEP
+    limit = most_layers(base, suspect, settings)
     null = null_of(way, settings.permutation_seed)
     if layers is not None and len(layers) == len(suspect.stack.layers):
         layers = None

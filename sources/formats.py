@@ -24,6 +24,7 @@ import torch
 from lib.files import LARGEST_TOKENIZER, check_regular, read_bytes, read_json, sha256
 from lib.settings import UserError, from_values, is_first_process
 from model import ModelConfig, Transformer
+from sources import ranges
 from sources.gguf import GGUF, MERGE, LazyTensor
 
 CONVERTED = Path(__file__).parents[1] / "models" / "converted"  # what .gguf files hold, as folders
@@ -103,6 +104,7 @@ def beginning(path):
     if not isfile(path):
         return ""
     check_regular(path)
+    ranges.need(path, 0, 64)
     with open(path, "rb") as file:
         return file.read(64).decode("latin-1")
 
@@ -142,11 +144,12 @@ def open_gguf(path):
 
 def safetensors_of(path):
     """The LazyTensors of a .safetensors file, by name; each part is read into memory of its own."""
+    spans = ranges.spans_of(path)  # of one that is fetched by blocks
     file = safetensors.safe_open(path, "pt")
     tensors = {}
     for name in file.keys():
         tensor = file.get_slice(name)
-        read = partial(part_of, tensor)
+        read = partial(fetched_part, path, spans[name], tensor) if spans else partial(part_of, tensor)
         tensors[name] = LazyTensor(tuple(tensor.get_shape()), tensor.get_dtype(), read)
     return tensors
 
@@ -174,6 +177,12 @@ def tensors_in(values, prefix=""):
 
 def part_of(tensor, part=()):
     """A part of a tensor in a file, by default all; no more of the file is touched."""
+    return tensor[part]
+
+
+def fetched_part(path, span, tensor, part=()):
+    """The same of a tensor of a file that is fetched by blocks."""
+    ranges.need_part(path, span, tensor.get_shape(), part)
     return tensor[part]
 
 
@@ -457,6 +466,13 @@ class CheckpointReader:
         self.packed = dict(packed)  # how many numbers each tensor has that cannot be read
         self.is_scaled = all(tensor.kind != UNSCALED for tensor in tensors.values())
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
+
+    def expect(self, parts):
+        """Fetch parts of tensors, (name, part) each, that will be read, together, if they are on the Hub."""
+        if ranges.is_by_blocks(self.place):
+            with ranges.together():
+                for name, part in parts:
+                    self.tensors[name].read(part)
 
     def read(self, name, part=()):
         """One tensor, or a part, in memory of its own; UserError for one that is not finite."""
