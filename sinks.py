@@ -302,8 +302,13 @@ def tell_bos(rows) -> None:
     for label, by_kind in rates.items():
         kinds = ("BOS first", f"BOS at position {ELSEWHERE}", "no BOS")
         first, elsewhere, without = [np.mean(by_kind[kind]) for kind in kinds]
-        where = "BOS, not position 1" if without < first / 2 else "position 1, whatever stands there"
-        where = "neither BOS nor position 1" if max(first, without) < 1 else where
+        where = "position 1, with BOS there or without"
+        if max(first, without) < 1:
+            where = "neither BOS nor position 1"
+        elif without < first / 2:
+            where = "BOS, not on position 1"
+        elif first < without / 2:
+            where = "position 1, but not on BOS there"
         said = f"{first:.1f} % of heads on BOS at position 1, {elsewhere:.1f} % on BOS at {ELSEWHERE}"
         print(f"{label} sinks on {where}: {said}, and {without:.1f} % on position 1 without BOS")
 

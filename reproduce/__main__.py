@@ -87,8 +87,8 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "gemma-3-270m/transplant": f"sinks.py transplant --model {GEMMA} --num-sequences 12",
     "gemma-3-270m/wikitext/transplant": f"sinks.py transplant --model {GEMMA} --num-sequences 12 "
     f"--text {WIKITEXT}",
-    "models/bos": f"-m reproduce.interventions bos --model smollm2 {SMALL} {LARGE} {GEMMA} "
-    f"--num-sequences 12 --text {WIKITEXT}",
+    "models/bos": f"-m reproduce.interventions bos --model smollm2 {SMALL} {GEMMA} --num-sequences 12 "
+    f"--text {WIKITEXT}",
     "models/transplant": FOUR_CASES,
     "models/wikitext/transplant": f"{FOUR_CASES} --text {WIKITEXT}",
     "models/rounding": f"-m reproduce.uses rounding --model smollm2 {GEMMA} {SMALL} {LARGE}",

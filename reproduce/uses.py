@@ -57,10 +57,10 @@ def roundings(settings: UseSettings, spec, model):
         raise UserError(f"{spec.label}: the inputs of stacked experts are not rounded")
     tokens, others = measured_and_others(settings, spec, settings.sequence_length)
     num_bos = 0 if bos_of(settings, spec) is None else 1
-    transplanted = with_constants(model, constants_at(model, others))
-    cases = {"unchanged": (model, tokens, num_bos), "transplanted": (transplanted, tokens, num_bos)}
+    moved = with_constants(model, constants_at(model, others))
+    cases = {"unchanged": (model, tokens, num_bos), "moved": (moved, tokens, num_bos)}
     if num_bos:
-        cases["transplanted, no BOS"] = (transplanted, tokens[:, 1:], 0)
+        cases["moved, no BOS"] = (moved, tokens[:, 1:], 0)
     ways = [(None, None)]
     for parts in ("inputs", "inputs and weights"):
         ways += [(parts, "tensor"), (parts, "token")]
@@ -123,11 +123,11 @@ def streamings(settings: StreamingSettings, spec, model):
     values = constants[-1][1]
     if (values - values[:, :, :1]).abs().max() > 0.001 * values.abs().max():
         raise UserError(f"{spec.label}: its positions are more than distances: they change a token's values")
-    transplanted = with_constants(model, constants_at(model, others))
+    moved = with_constants(model, constants_at(model, others))
     rows, points = [], []
     cases = {
         "full context": lambda: model.hidden(tokens),
-        "full context, constants": lambda: transplanted.hidden(tokens),
+        "full context, constants": lambda: moved.hidden(tokens),
         "window": lambda: streamed(model, tokens, window),
         "window, constants": lambda: streamed(model, tokens, window, constants),
         "window, first token kept": lambda: streamed(model, tokens, window, first_tokens),
