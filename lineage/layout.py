@@ -95,7 +95,7 @@ class Stack(Run):
     model: str = ""  # what it is called
     name: str = ""  # what begins the stack's names, and no other stack's; "" where there are no others
     size: int = 0  # parameters in its layers
-    reads_images: bool = False  # by a convolution, or by another matrix of its own?
+    is_fed: bool = False  # does a table of tokens lead to it, or may one?
     named: list = field(default_factory=list)  # matrices that may be its embedding matrix,
     tables: list = field(default_factory=list)  # the same: a name each, or the names of two as a product
     heads: list = field(default_factory=list)  # the tables, if tied
@@ -166,9 +166,9 @@ def find_stacks(source, model=""):
     for run in runs:
         beside = [name for name in outside if name in tables[run] or run in reach[name]]
         naming = {"source": source, "model": model, "name": common_name(run, runs)}
-        own = [outside[name] for name in beside if reach[name] == [run] and len(outside[name]) == 2]
-        has_entrance = any(rows == run.width != columns for rows, columns in own)
-        naming["reads_images"] = run in with_images or has_entrance
+        naming["is_fed"] = bool(tables[run]) or (
+            run not in with_images and may_be_fed(run, tables, outside, reach)
+        )
         stacks.append(stack_of(run, tables[run], beside, run in with_images, naming))
     if not any(stack.mlps for stack in stacks):
         if any(stack.unread[PACKED] for stack in stacks):
@@ -360,6 +360,23 @@ def tables_of(runs, with_images, shapes, outside, reach):
         ]
         tables[run] = [*dict.fromkeys(name for encoder in encoders for name in tables[encoder])]
     return tables
+
+
+def may_be_fed(run, tables, outside, reach):
+    """May a table of tokens lead to a run that none was found for?
+
+    A matrix with as many rows or columns as half of the most tokens may be one, however it is stored. Or a
+    table of the run's width may lead to it, unless a matrix of its own does, as a tower's of patches.
+    """
+    known = {name for names in tables.values() for name in names}
+    most = max((outside[name][0] for name in known), default=0)
+    may_share = not known or run.width in {outside[name][1] for name in known}
+    for name, shape in outside.items():
+        if run in reach[name] and len(shape) == 2 and run.width in shape and name not in known:
+            if 2 * max(shape) >= most and not HEAD.search(name):
+                return True
+            may_share &= not (reach[name] == [run] and shape[0] == run.width != shape[1])
+    return may_share
 
 
 def kinds(run, shapes):

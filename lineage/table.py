@@ -259,11 +259,9 @@ def language_models(stacks):
     """
     first = stacks[0]
     least = A_TENTH * max(stack.size for stack in stacks)
-    widths = {stack.width for stack in stacks if stack.named or not first.named}  # of what tables lead to
     models = []
     for place, stack in enumerate(stacks):
-        may_read_tokens = stack.width in widths and not stack.reads_images
-        is_like = bool(stack.named) or may_read_tokens or stack.rank == first.rank
+        is_like = stack.is_fed or stack.rank == first.rank
         is_draft = len(stack.layers) == 1 and not stack.has_own_table(stacks[:place])
         is_large = stack.size >= (first.size if first.has_head else least)
         may_have_mlps = stack.mlps or (stack.tables and stack.hides)
