@@ -176,7 +176,7 @@ def sink_rates(settings: RateSettings, spec, model):
 
 def anatomy(settings: Settings):
     """Which links of SO's chain single out position 1? By layer, and builders (SO; half a minute)"""
-    experiment, lists = measure_models("anatomy", "SO", settings, dissect)
+    experiment, lists = measure_models("anatomy", "SO", settings, anatomy_rows)
     for row in [row for row in lists["layers"] if row["builders"]]:
         print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
     tell_bos(lists.get("bos", ()))
@@ -188,7 +188,7 @@ def anatomy(settings: Settings):
 
 
 @torch.inference_mode()
-def dissect(settings: Settings, spec, model):
+def anatomy_rows(settings: Settings, spec, model):
     """SO's chain: a row for each layer and position, a row for each layer, builders and removers."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens, with_chain=True)
@@ -339,7 +339,7 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
         raise UserError(f"--sequence-length: expected {ELSEWHERE + 1} at least, with BOS")
     lists = defaultdict(list)
     for T in settings.sequence_length:
-        tokens, others = measured_and_others(settings, spec, T)
+        tokens, others = split_windows(settings, spec, T)
         constants = attention.constants_at(model, others)
         moved = attention.with_constants(model, constants)
         if settings.save and T == settings.sequence_length[0]:
@@ -363,7 +363,7 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
     return lists
 
 
-def measured_and_others(settings: TransplantSettings, spec, T):
+def split_windows(settings: TransplantSettings, spec, T):
     """Sequences to measure, (n, T), and others, (c, T), of docstrings or random tokens, for the constants."""
     n = min(settings.num_sequences, max(4, 64 * settings.num_sequences // T))
     c = settings.num_constants

@@ -17,7 +17,7 @@ from lib.settings import Command, UserError, at_least, run_script
 from measure.attention import batches, check_seen, constants_at, with_constants
 from measure.rounding import rounded_inputs, rounded_weights
 from measure.units import alpha_and_loss
-from sinks import Settings, measure_models, measured_and_others
+from sinks import Settings, measure_models, split_windows
 from sources.inputs import bos_of
 
 BIN = 32  # predictions whose mean loss is a point of `streaming`'s figure
@@ -55,7 +55,7 @@ def roundings(settings: UseSettings, spec, model):
     """
     if not model.linears:
         raise UserError(f"{spec.label}: the inputs of stacked experts are not rounded")
-    tokens, others = measured_and_others(settings, spec, settings.sequence_length)
+    tokens, others = split_windows(settings, spec, settings.sequence_length)
     num_bos = 0 if bos_of(settings, spec) is None else 1
     moved = with_constants(model, constants_at(model, others))
     cases = {"unchanged": (model, tokens, num_bos), "moved": (moved, tokens, num_bos)}
@@ -116,7 +116,7 @@ def streamings(settings: StreamingSettings, spec, model):
         raise UserError(f"{spec.label}: model.py has no cache; only models of transformers are read so")
     check_seen(model, "constants")
     window = settings.window
-    tokens, others = measured_and_others(settings, spec, settings.sequence_length)
+    tokens, others = split_windows(settings, spec, settings.sequence_length)
     count = tokens.shape[1] - window + 1  # positions of an entry
     constants = entries_at(model, others[:, 0], count, is_mean=True)
     first_tokens = entries_at(model, tokens[:, 0], count)

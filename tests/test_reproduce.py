@@ -35,7 +35,7 @@ TINY |= {
     "identify": "tiny_llama@1 --seeds 0 3",
     "smollm2/rate": f"{SINKS} --sequence-length 4",
     "smollm2/intervene": f"{SINKS} --factor 2",
-    "smollm2/silence": f"{SINKS} --num-builders 1",
+    "smollm2/ablate": f"{SINKS} --num-builders 1",
 }
 ENGAGE = "-m reproduce.mechanisms engage --model tiny_gpt2 --seed 1 2 --num-sequences 200"
 

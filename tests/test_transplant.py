@@ -175,7 +175,7 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
     tokens, others = both[:5], both[5:]
     text = tokens[:, 1:]
     monkeypatch.setattr(sinks, "bos_of", lambda settings, spec: bos)
-    monkeypatch.setattr(sinks, "measured_and_others", lambda settings, spec, T: (tokens, others))
+    monkeypatch.setattr(sinks, "split_windows", lambda settings, spec, T: (tokens, others))
     lists = transplants(TransplantSettings(**SETTINGS, sequence_length=(15,)), saved(model, tmp_path), model)
     rows = {row["kind"]: row for row in lists["rows"]}
     activity = observe(model, tokens)
