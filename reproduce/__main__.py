@@ -91,8 +91,8 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     f"--text {WIKITEXT}",
     "models/transplant": FOUR_CASES,
     "models/wikitext/transplant": f"{FOUR_CASES} --text {WIKITEXT}",
-    "models/rounding": f"-m reproduce.uses rounding --model smollm2 {GEMMA} {SMALL} {LARGE}",
-    "models/streaming": f"-m reproduce.uses streaming --model smollm2 {GEMMA} {SMALL}",
+    "models/rounding": f"-m reproduce.uses rounding --model smollm2 {GEMMA} {SMALL}",
+    "models/streaming": f"-m reproduce.uses streaming --model smollm2 {GEMMA}",
     "bench": "-m reproduce.bench",
 }
 FIRST = {"disguised/compare": ("disguised", "-m lineage.disguise tiny_llama@42")}  # a folder; what makes it

@@ -99,11 +99,25 @@ def streaming(settings: StreamingSettings):
         raise UserError(f"--window {settings.window}: expected less than --sequence-length")
     experiment, lists = measure_models("streaming", "ours", settings, streamings)
     result = experiment.save(**lists, columns=("checkpoint", "kind", "loss"))
-    question = f"Does a constant in front keep a cache of {settings.window} tokens going?"
-    keys = {"x": "predicted", "y": "loss", "series": "kind", "panel": "checkpoint"}
-    labels = {"xlabel": "tokens read", "ylabel": f"loss of the last {BIN} tokens, nats"}
-    curves(lists["points"], experiment.folder / "streaming.png", question, **keys, **labels)
+    draw_streaming(experiment.folder / "streaming.png", lists["points"], settings.window)
     return result
+
+
+def draw_streaming(path, points, window) -> None:
+    """Draw what a window costs, with a constant and without, against the full context."""
+    full = {}
+    for point in points:
+        if point["kind"] == "full context":
+            full[point["checkpoint"], point["predicted"]] = point["loss"]
+    shown = []
+    for point in points:
+        if point["kind"] in ("window", "window, constants"):
+            cost = point["loss"] - full[point["checkpoint"], point["predicted"]]
+            shown.append(point | {"cost": cost, "zero": 0})
+    question = f"Does a constant in front keep a cache of {window} tokens going?"
+    keys = {"x": "predicted", "y": "cost", "series": "kind", "panel": "checkpoint"}
+    labels = {"xlabel": "tokens read", "ylabel": "loss minus that of the full context, nats"}
+    curves(shown, path, question, **keys, theories={"zero": "full context"}, **labels)
 
 
 @torch.inference_mode()
