@@ -26,7 +26,6 @@ from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
 from measure.constants import read_constants, save_constants
-from measure.rounding import rounded_losses
 from measure.units import alpha_and_loss, by_token, observe, watch, zero_units
 from model import Transformer
 from sources.checkpoint import check_lengths, chosen_models, shortest_context
@@ -211,7 +210,6 @@ class Case:
     prefix: list = field(default_factory=list)  # tokens in front of the text
     place: int = 1  # position that may be a sink; 0 for a constant
     token: int | None = None  # that stands there, for the text's own
-    in_8_bits: bool = False  # losses with inputs in 8 bits: a huge number coarsens all others
     has_chain: bool = False  # the links of SO's chain, and which tokens wake the builder
 
     def reading(self, text):
@@ -237,8 +235,6 @@ class Case:
                 row |= dict.fromkeys(("loss", "loss_first", "loss_from_ninth"))
                 row |= {"position": self.place, "alpha_k": alpha.mean().item()}
                 row["sink_rate_k"] = sink_share(alpha).mean().item()
-            if self.in_8_bits:
-                row |= rounded_losses(self.model, reading, before)
             if self.has_chain:
                 links = observe(self.model, reading, with_chain=True).layer_rows()
                 lists["chain"] += [key | link for link in links]
@@ -258,11 +254,11 @@ def transplant_cases(model, moved, activity, others, bos):
     tokens = others.unique().tolist()
     begin = [] if bos is None else [bos]
     cases = [
-        Case("unchanged", model, prefix=begin, in_8_bits=True, has_chain=True),
-        Case("builders at zero", model, units, prefix=begin, in_8_bits=True),
-        Case("moved", moved, in_8_bits=True, has_chain=True),
-        Case("moved, builders at zero", moved, units, in_8_bits=True),
-        Case("token in front", model, prefix=[tokens[len(tokens) // 2]], in_8_bits=True),
+        Case("unchanged", model, prefix=begin, has_chain=True),
+        Case("builders at zero", model, units, prefix=begin),
+        Case("moved", moved, has_chain=True),
+        Case("moved, builders at zero", moved, units),
+        Case("token in front", model, prefix=[tokens[len(tokens) // 2]]),
     ]
     return cases if bos is None else cases + bos_cases(model, others[:, 1:], bos)
 
@@ -319,7 +315,7 @@ def transplant(settings: TransplantSettings, cases_of=transplant_cases):
         raise UserError(f"--save {settings.save}: expected a new file, and one model")
     experiment, lists = measure_models("transplant", "ours, after SO", settings, transplants, cases_of)
     columns = ("checkpoint", "kind", "sequence_length", "sink_rate", "alpha1", "constant_alpha")
-    columns += ("builder_activation", "disparity", "largest", "loss", "loss_from_ninth", "loss_8bit_tensor")
+    columns += ("builder_activation", "disparity", "largest", "loss", "loss_from_ninth")
     result = experiment.save(**lists, columns=columns)
     draw_transplants(experiment.folder / "transplant.png", lists["rows"], lists["layers"])
     heads = [row for row in lists["heads"] if row["sequence_length"] == settings.sequence_length[0]]

@@ -57,7 +57,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "birth": "-m reproduce.text birth",
     "perplexity": f"-m reproduce.trainings perplexity --text {WIKITEXT}",
     "compare": f"{COMPARE} tiny_llama@1000 {LLAMA}-1000 {LLAMA}-123 tiny_llama@123:1000",
-    "disguised/compare": f"{COMPARE} tiny_llama@42 disguised tiny_llama@7",
+    "disguised/compare": "seedprint.py compare tiny_llama@42 disguised tiny_llama@7",
     "matrix": f"seedprint.py matrix --thorough tiny_llama@1000 tiny_llama@123 {LLAMA}-1000 {LLAMA}-123",
     "identify": f"seedprint.py identify {LLAMA}-1000",
     "outside/identify": f"seedprint.py identify {LLAMA}-1000 --seeds 2000 101999",
