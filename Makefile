@@ -1,5 +1,5 @@
 # make probe   the first figure, from nothing but Python >= 3.11
-# make sinks   where a real language model's attention sinks, why, and what ends it: four minutes
+# make sinks   where a real language model's attention sinks, why, and what moves it: four minutes
 # make test    style and tests
 # make bench   how fast, beside transformers
 
@@ -21,10 +21,10 @@ sinks: $(VENV)/installed-models
 	@$(RUN) sinks.py rate --model smollm2 --sequence-length 64 --out results-sinks
 	@$(RUN) sinks.py anatomy --model smollm2 --out results-sinks
 	@$(RUN) -m reproduce.interventions intervene --model smollm2 --num-sequences 50 --out results-sinks
-	@$(RUN) -m reproduce.interventions silence --model smollm2 --num-sequences 30 --out results-sinks
+	@$(RUN) -m reproduce.interventions ablate --model smollm2 --num-sequences 30 --out results-sinks
 	@$(RUN) sinks.py transplant --model smollm2 --num-sequences 16 --out results-sinks
 	@echo "figures in results-sinks: rate.png (where), anatomy.png (why), intervene.png (made),"
-	@echo "silence.png (weakened, at a loss), transplant.png (ended by a constant, at none)"
+	@echo "ablate.png (weakened, at a loss), transplant.png (moved onto a constant, at none)"
 
 test: $(VENV)/installed-dev
 	@$(VENV)/bin/ruff check .

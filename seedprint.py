@@ -32,6 +32,7 @@ from lib.runtime import default_batch_size, progress, rank
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from lineage.births import identify
 from lineage.compare import compare_models, read_model
+from lineage.evidence import parts_looked_at
 from lineage.family import draw_family
 from lineage.settings import CompareSettings, IdentifySettings, Names
 from lineage.verdict import unread_row
@@ -115,7 +116,9 @@ def check_several(names):
 
 def open_model(name, settings: CompareSettings):
     """The Model of a name on the command line, of any architecture; UserError if it cannot be read."""
-    return read_model(name, parse_spec(name, settings.init).open(any_architecture=True))
+    source = parse_spec(name, settings.init, in_parts=True).open(any_architecture=True)
+    source.expect((name, part) for name, shape in source.shapes.items() for part in parts_looked_at(shape))
+    return read_model(name, source)
 
 
 def paper(settings: PaperSettings):

@@ -20,13 +20,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.figures import draw_alpha1, draw_chain, draw_transplants
+from lib.figures import draw_chain, draw_heads, draw_transplants, short_names
 from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
 from measure.constants import read_constants, save_constants
-from measure.rounding import rounded_losses
 from measure.units import alpha_and_loss, by_token, observe, watch, zero_units
 from model import Transformer
 from sources.checkpoint import check_lengths, chosen_models, shortest_context
@@ -148,7 +147,11 @@ def rate(settings: RateSettings):
     experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "mean_alpha1", "max_alpha1")
     result = experiment.save(**lists, columns=(*columns, "uniform_alpha1", "norm_ratio", "value_ratio"))
-    draw_alpha1(experiment.folder / "rate.png", lists["heads"])
+    T = lists["heads"][0]["sequence_length"]
+    heads = [row for row in lists["heads"] if row["sequence_length"] == T]
+    names = short_names([row["checkpoint"] for row in heads])
+    maps = [(f"{name}, {T} tokens", row["alpha1"]) for name, row in zip(names, heads)]
+    draw_heads(experiment.folder / "rate.png", "Where does attention sink on position 1?", maps, len(maps))
     return result
 
 
@@ -172,7 +175,7 @@ def sink_rates(settings: RateSettings, spec, model):
 
 def anatomy(settings: Settings):
     """Which links of SO's chain single out position 1? By layer, and builders (SO; half a minute)"""
-    experiment, lists = measure_models("anatomy", "SO", settings, dissect)
+    experiment, lists = measure_models("anatomy", "SO", settings, anatomy_rows)
     for row in [row for row in lists["layers"] if row["builders"]]:
         print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
     tell_bos(lists.get("bos", ()))
@@ -184,7 +187,7 @@ def anatomy(settings: Settings):
 
 
 @torch.inference_mode()
-def dissect(settings: Settings, spec, model):
+def anatomy_rows(settings: Settings, spec, model):
     """SO's chain: a row for each layer and position, a row for each layer, builders and removers."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens, with_chain=True)
@@ -192,7 +195,7 @@ def dissect(settings: Settings, spec, model):
     lists = {"rows": activity.chain.by_position(), "layers": activity.layer_rows()}
     lists["builders"] = activity.describe(units)
     bos = bos_of(settings, spec)
-    if bos is not None and tokens.shape[1] > ELSEWHERE:
+    if bos is not None and tokens.shape[1] > ELSEWHERE and "constants" not in model.lacks:
         lists["bos"] = bos_or_position(model, tokens[:, 1:], bos)
     return lists
 
@@ -207,7 +210,6 @@ class Case:
     prefix: list = field(default_factory=list)  # tokens in front of the text
     place: int = 1  # position that may be a sink; 0 for a constant
     token: int | None = None  # that stands there, for the text's own
-    in_8_bits: bool = False  # losses with inputs in 8 bits: a huge number coarsens all others
     has_chain: bool = False  # the links of SO's chain, and which tokens wake the builder
 
     def reading(self, text):
@@ -233,8 +235,6 @@ class Case:
                 row |= dict.fromkeys(("loss", "loss_first", "loss_from_ninth"))
                 row |= {"position": self.place, "alpha_k": alpha.mean().item()}
                 row["sink_rate_k"] = sink_share(alpha).mean().item()
-            if self.in_8_bits:
-                row |= rounded_losses(self.model, reading, before)
             if self.has_chain:
                 links = observe(self.model, reading, with_chain=True).layer_rows()
                 lists["chain"] += [key | link for link in links]
@@ -254,11 +254,11 @@ def transplant_cases(model, moved, activity, others, bos):
     tokens = others.unique().tolist()
     begin = [] if bos is None else [bos]
     cases = [
-        Case("unchanged", model, prefix=begin, in_8_bits=True, has_chain=True),
-        Case("builders at zero", model, units, prefix=begin, in_8_bits=True),
-        Case("moved", moved, in_8_bits=True, has_chain=True),
-        Case("moved, builders at zero", moved, units, in_8_bits=True),
-        Case("token in front", model, prefix=[tokens[len(tokens) // 2]], in_8_bits=True),
+        Case("unchanged", model, prefix=begin, has_chain=True),
+        Case("builders at zero", model, units, prefix=begin),
+        Case("moved", moved, has_chain=True),
+        Case("moved, builders at zero", moved, units),
+        Case("token in front", model, prefix=[tokens[len(tokens) // 2]]),
     ]
     return cases if bos is None else cases + bos_cases(model, others[:, 1:], bos)
 
@@ -276,7 +276,8 @@ def bos_cases(model, texts, bos):
 def bos_or_position(model, text, bos):
     """A row for each layer and case: attention to BOS, to position 1 without it, or to a constant.
 
-    Constants are those of BOS, and those of the first tokens of the same text (n, T).
+    Constants are those of BOS, and those of the first tokens of the same text (n, T). Layers are those that
+    attend.
     """
     of_bos = attention.with_constants(model, attention.constants_at(model, text.new_tensor([[bos]])))
     cases = [Case("BOS first", model, prefix=[bos]), Case("BOS's constants, no BOS", of_bos, place=0)]
@@ -297,13 +298,15 @@ def tell_bos(rows) -> None:
     for label, by_kind in rates.items():
         kinds = ("BOS first", f"BOS at position {ELSEWHERE}", "no BOS")
         first, elsewhere, without = [np.mean(by_kind[kind]) for kind in kinds]
-        on_token, on_position = elsewhere >= first / 2, without >= first / 2
-        if on_position:
-            where = "on both BOS and position 1" if on_token else "on position 1, whatever stands there"
-        else:
-            where = "on BOS, wherever it stands" if on_token else "on BOS at position 1 alone"
-        said = f"{first:.1f} % of heads sink on BOS at position 1, {elsewhere:.1f} % on BOS at {ELSEWHERE}"
-        print(f"{label} sinks {where}: {said}, and {without:.1f} % on position 1 without BOS")
+        where = "position 1, with BOS there or without"
+        if max(first, without) < 1:
+            where = "neither BOS nor position 1"
+        elif without < first / 2:
+            where = "BOS, not on position 1"
+        elif first < without / 2:
+            where = "position 1, but not on BOS there"
+        said = f"{first:.1f} % of heads on BOS at position 1, {elsewhere:.1f} % on BOS at {ELSEWHERE}"
+        print(f"{label} sinks on {where}: {said}, and {without:.1f} % on position 1 without BOS")
 
 
 def transplant(settings: TransplantSettings, cases_of=transplant_cases):
@@ -312,22 +315,27 @@ def transplant(settings: TransplantSettings, cases_of=transplant_cases):
         raise UserError(f"--save {settings.save}: expected a new file, and one model")
     experiment, lists = measure_models("transplant", "ours, after SO", settings, transplants, cases_of)
     columns = ("checkpoint", "kind", "sequence_length", "sink_rate", "alpha1", "constant_alpha")
-    columns += ("builder_activation", "disparity", "largest", "loss", "loss_from_ninth", "loss_8bit_tensor")
+    columns += ("builder_activation", "disparity", "largest", "loss", "loss_from_ninth")
     result = experiment.save(**lists, columns=columns)
     draw_transplants(experiment.folder / "transplant.png", lists["rows"], lists["layers"])
+    heads = [row for row in lists["heads"] if row["sequence_length"] == settings.sequence_length[0]]
+    names = short_names([row["checkpoint"] for row in heads])
+    maps = [(f"{name}: {row['kind']}", row["alpha"]) for name, row in zip(names, heads)]
+    title = "Does attention move from position 1 to a constant in front of it?"
+    draw_heads(experiment.folder / "transplant_heads.png", title, maps, 3)
     return result
 
 
 @torch.inference_mode()
 def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_cases):
-    """A row for each length and case, `layers` for the figure; `chain` and `first_tokens` of some cases."""
+    """A row for each length and case, `layers`; `chain`, `first_tokens` and `heads` of some cases."""
     check_lengths(settings.sequence_length, spec.config.context_length - 1)  # and a token in front
     bos = bos_of(settings, spec)
     if bos is not None and min(settings.sequence_length) <= ELSEWHERE:
         raise UserError(f"--sequence-length: expected {ELSEWHERE + 1} at least, with BOS")
     lists = defaultdict(list)
     for T in settings.sequence_length:
-        tokens, others = measured_and_others(settings, spec, T)
+        tokens, others = split_windows(settings, spec, T)
         constants = attention.constants_at(model, others)
         moved = attention.with_constants(model, constants)
         if settings.save and T == settings.sequence_length[0]:
@@ -338,12 +346,20 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
         builder = activity.builders(activity.layer, 1)[0]
         text = tokens if bos is None else tokens[:, 1:]
         cases = cases_of(model, moved, activity, others, bos)
+        maps = [
+            Case("as it is, to position 1", model, prefix=cases[0].prefix),
+            Case("with constants, to position 1", moved),
+            Case("with constants, to the constant", moved, place=0),
+        ]
+        for case in maps:
+            alpha = case.alpha(text).mean(0)  # (L, H)
+            lists["heads"].append({"kind": case.kind, "sequence_length": T, "alpha": alpha.tolist()})
         for case in progress(cases, desc="transplant", unit=" cases", leave=False):
             case.measure(text, builder, lists, T)
     return lists
 
 
-def measured_and_others(settings: TransplantSettings, spec, T):
+def split_windows(settings: TransplantSettings, spec, T):
     """Sequences to measure, (n, T), and others, (c, T), of docstrings or random tokens, for the constants."""
     n = min(settings.num_sequences, max(4, 64 * settings.num_sequences // T))
     c = settings.num_constants

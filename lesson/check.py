@@ -31,7 +31,6 @@ from measure.cosines import pairwise_cosine
 from measure.theory import hermite_kernel
 from measure.units import zero_units
 from model import PRESETS
-from reproduce.mechanisms import relu_recursion
 from sources import checkpoint
 from sources.inputs import TextSettings, random_tokens, read_tokens
 
@@ -144,7 +143,11 @@ def shared_part(shared):
 
 def relu_step(relu_cosine):
     """3. A cosine after a wide ReLU layer: for twelve layers, and for opposite inputs."""
-    for c, exact in [(-1.0, 0.0), *itertools.pairwise(relu_recursion(12))]:
+    cosines = [-1.0, 0.0]  # a layer makes the second of the first, which are opposite, and so on
+    for _ in range(12):
+        c = cosines[-1]
+        cosines.append((math.sqrt(1 - c * c) + c * math.acos(-c)) / math.pi)
+    for c, exact in itertools.pairwise(cosines):
         said = float(relu_cosine(c))
         expect(abs(said - exact) < 1e-6, f"relu_cosine({c:.4f}) is {said:.7f}; a wide layer has {exact:.7f}")
     return f"after 12 layers orthogonal states have a cosine of {exact:.4f}"

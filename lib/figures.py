@@ -146,19 +146,17 @@ LINKS = {  # SO's chain from averaging to the sink
 }
 
 
-def draw_alpha1(path, rows) -> None:
-    """Draw alpha_1 as a map of layers and heads, one for each model, at the first row's length."""
-    T = rows[0]["sequence_length"]
-    rows = [row for row in rows if row["sequence_length"] == T]
-    figure, (grid,) = new_figure("Where does attention sink on position 1?", 1, len(rows))
-    for axes, label, row in zip(grid, short_names([row["checkpoint"] for row in rows]), rows):
-        alpha = np.array(row["alpha1"]).T  # (H, L)
+def draw_heads(path, title, maps, columns) -> None:
+    """Draw attention by layer and head: `maps` has each panel's title and attention (L, H)."""
+    figure, grid = new_figure(title, len(maps) // columns, columns, height=3)
+    for axes, (name, alpha) in zip(grid.flat, maps):
+        alpha = np.array(alpha).T
         extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
         image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
-        axes.set(xlabel="layer", ylabel="head", title=f"{label}, {T} tokens")
+        axes.set(xlabel="layer", ylabel="head", title=name)
         axes.title.set_fontsize(10)
         axes.locator_params(integer=True, min_n_ticks=1)
-    figure.colorbar(image, ax=axes, label="attention to position 1")
+    figure.colorbar(image, ax=grid, label="mean attention")
     save_figure(figure, path)
 
 

@@ -33,7 +33,7 @@ def identify(settings: IdentifySettings):
     first, last = settings.seeds
     if not 0 <= first <= last:
         raise UserError(f"--seeds {first} {last}: expected FIRST LAST")
-    source = parse_spec(settings.models[0]).open()
+    source = parse_spec(settings.models[0], in_parts=True).open()
     if IDENTIFIED not in source.shapes:
         raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, by which a birth is known")
     experiment = Experiment.begin("identify", "ours", settings)
@@ -56,7 +56,8 @@ def closest_births(source, seeds):
     A newborn's numbers are Gaussian, so that their cosine with any fixed numbers has Student's law, and the
     search among all seeds costs their number (Bonferroni): `family_log10_p`.
     """
-    numbers = source.read(IDENTIFIED).flatten()[:FIRST_NUMBERS].double().numpy()
+    first_rows = slice(0, -(-FIRST_NUMBERS // source.shapes[IDENTIFIED][-1]))
+    numbers = source.read(IDENTIFIED, (first_rows,)).flatten()[:FIRST_NUMBERS].double().numpy()
     if not numbers.any():
         raise UserError(f"{source.place}: {IDENTIFIED} is zero: it tells no birth")
     unit = (numbers / np.linalg.norm(numbers)).astype(np.float32)

@@ -4,9 +4,9 @@ import functools
 import itertools
 from dataclasses import dataclass
 
-from lineage.evidence import diagonal_test, equal_layers, look, weight_correlations, why_bare
+from lineage.evidence import diagonal_test, equal_parts, look, weight_correlations, why_bare
 from lineage.layout import find_stacks
-from lineage.match import likeliest_way, match_stacks
+from lineage.match import expect_units, likeliest_way, match_stacks
 from lineage.settings import CompareSettings
 from lineage.table import Pair, fill, judge_models, judge_stacks, language_models, why_units_cannot_tell
 from lineage.verdict import explain
@@ -76,7 +76,8 @@ def compare_weights(pair, settings, is_thorough):
             pair.coordinates[kind] = diagonal_test(correlation, key, settings.permutations)
     else:
         pair.coordinates, pair.namesakes = look(*stacks)
-    pair.equal, pair.is_whole = equal_layers(*stacks, is_thorough), is_thorough
+    pair.equal, pair.has_equal = equal_parts(*stacks, is_thorough)
+    pair.is_whole = is_thorough
     pair.bare = " and ".join(filter(None, map(why_bare, stacks)))
     fill(pair)
 
@@ -85,6 +86,8 @@ def compare_units(pair, base, suspect, settings):
     """Look for hidden units of layers without a ground; compare all rows where no units can tell."""
     layers = None if settings.thorough else [row.layer for row in pair.rows if not row.ground]
     units = (base.units[pair.base], suspect.units[pair.suspect])
+    if all(units):
+        expect_units(units[0][0], units[1][0], settings, layers)
     vocabularies = (base.vocabulary, suspect.vocabulary)
     way, lack = likeliest_way(*units, vocabularies, settings.units_per_layer)
     if way is not None:

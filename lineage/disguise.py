@@ -163,7 +163,8 @@ def as_source(weights, config):
     def read(name, part=()):
         return weights[name][part]
 
-    return SimpleNamespace(shapes=shapes, read=read, config=config, family="bornbiased", place=None)
+    said = {"config": config, "family": "bornbiased", "place": None}
+    return SimpleNamespace(shapes=shapes, read=read, expect=lambda parts: None, **said)
 
 
 def save(folder, source, tokenizer=None) -> None:

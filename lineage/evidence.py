@@ -11,7 +11,7 @@ basis escapes it, but not match.py.
 import functools
 import hashlib
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ from lib.runtime import progress
 from lib.settings import UserError
 from lineage.layout import BATCH, NO_WEIGHTS, is_varied
 from lineage.table import CHANCE_LOG10_P
-from lineage.views import WIDE, evenly_spaced, is_along, residual_rows
+from lineage.views import MOST_EXPERTS, WIDE, evenly_spaced, is_along, residual_rows
 
 MOST_ROWS, FEW_ROWS = 2**14, 2**8  # of a matrix, evenly spaced, that are compared; the second of wide ones
 LOOKED_AT, BLOCK = 64, 32  # rows of a matrix that a look reads, in blocks of so many that lie side by side
@@ -31,26 +31,46 @@ LOOKED_AT, BLOCK = 64, 32  # rows of a matrix that a look reads, in blocks of so
 
 @functools.lru_cache(maxsize=4)  # of two models the beginnings, and all
 def digests_of(stack, count=None):
-    """By a layer's number, from 1, if its MLPs count, the SHA-256 of each matrix that counts.
+    """By a layer's number, from 1, the SHA-256 of each matrix that counts, by its name and its expert.
 
-    If there is a `count`, of the first numbers of each, and no more rows are read.
+    If there is a `count`, of the first numbers of each, of few experts, and no more rows are read.
     """
-    of_mlps = {name for mlp in stack.mlps for name in mlp.matrices.values()}
+    experts = defaultdict(list)  # by the name of a matrix, or of their stack
+    for mlp in stack.mlps:
+        for name in mlp.matrices.values():
+            experts[name].append(mlp.expert)
     layers = {}
     for number, names in enumerate(progress(stack.layers.values(), desc="bits", leave=False), start=1):
-        digests = {}
+        layers[number] = digests = {}
         for name in names.values():
             shape = stack.source.shapes[name]
             if len(shape) < 2 or NO_WEIGHTS.search(name):
                 continue
-            first = (0,) * (len(shape) - 2) + (slice(0, -(-count // shape[-1])),) if count else ()
-            weight = stack.source.read(name, first)
-            if is_varied(weight):
-                numbers = weight.flatten()[:count].float().numpy()  # in whatever format they are kept
-                digests[name] = hashlib.sha256(numbers).hexdigest()
-        if digests and of_mlps.intersection(names.values()) <= digests.keys():
-            layers[number] = sorted(digests.values())
+            there = experts.get(name, [None])
+            for place in evenly_spaced(len(there), MOST_EXPERTS if count else None):
+                part = () if there[place] is None else (there[place],)
+                if count:
+                    part += (0,) * (len(shape) - 2 - len(part)) + (slice(0, -(-count // shape[-1])),)
+                weight = stack.source.read(name, part)
+                if is_varied(weight):
+                    numbers = weight.flatten()[:count].float().numpy()  # in whatever format they are kept
+                    digests[name, there[place]] = hashlib.sha256(numbers).hexdigest()
     return layers
+
+
+def parts_of(stack, count):
+    """Layers by number, and MLPs by label: of each its layer's number, and the digests of its matrices."""
+    parts = {}
+    for number, digests in digests_of(stack, count).items():
+        mlps = [mlp for mlp in stack.mlps if mlp.layer == number]
+        wanted = {name for mlp in mlps for name in mlp.matrices.values()}
+        if digests and wanted.issubset(name for name, _ in digests):
+            parts[number] = number, tuple(sorted(digests.values()))
+        for mlp in mlps:
+            matrices = {(name, mlp.expert) for name in mlp.matrices.values()}
+            if matrices <= digests.keys():
+                parts[mlp.label] = number, tuple(sorted(digests[matrix] for matrix in matrices))
+    return parts
 
 
 def why_bare(stack):
@@ -59,27 +79,34 @@ def why_bare(stack):
     if not stack.layers:
         first = ", ".join([*stack.source.shapes][:3]) or "nothing: is it an optimizer's state?"
         return f"{name} has no layers, but {'an embedding matrix alone' if stack.tables else first}"
-    begun = [*digests_of(stack, BATCH).values()] if not stack.tables else []
-    if len(begun) > 1 and begun.count(begun[0]) == len(begun):
+    begun = [sorted(digests.values()) for digests in digests_of(stack, BATCH).values() if not stack.tables]
+    if len(begun) > 1 and begun[0] and begun.count(begun[0]) == len(begun):
         return f"all layers of {name} have the same numbers, as a formula gives"
     return ""
 
 
-def equal_layers(base, suspect, is_thorough=True):
-    """The number of the base's layer for each of the suspect's that has its matrices, and no others.
+def equal_parts(base, suspect, is_thorough=True):
+    """By a layer's number or an MLP's label, the base's layer that it has the matrices of; and are any equal?
 
-    They begin alike. If this `is_thorough`, all of two models is read in which some layers do.
+    They begin alike. If this `is_thorough`, all of two models is read in which some do. Of matrices that
+    stand in several layers of the base, as a formula gives them, whole layers alone are told.
     """
     count = BATCH
     while True:
+        places = defaultdict(list)
+        for number, digests in parts_of(base, count).values():
+            places[digests].append(number)
+        layers = Counter()
+        for digests in digests_of(base, count).values():
+            layers.update({*digests.values()})
+        own = {digest for digest in layers if layers[digest] == 1}
         equal = {}
-        base_layers = digests_of(base, count)
-        for number, digests in digests_of(suspect, count).items():
-            same = [base_number for base_number in base_layers if base_layers[base_number] == digests]
-            if same:
-                equal[number] = min(same, key=lambda base_number: abs(base_number - number))
-        if not (equal and count and is_thorough):
-            return equal
+        for part, (number, digests) in parts_of(suspect, count).items():
+            if places[digests] and (part == number or own.issuperset(digests)):
+                equal[part] = min(places[digests], key=lambda place: abs(place - number))
+        theirs = {digest for digests in digests_of(suspect, count).values() for digest in digests.values()}
+        if not (count and is_thorough and theirs.intersection(layers)):
+            return equal, not own.isdisjoint(theirs)
         count = None
 
 
@@ -122,21 +149,22 @@ class Correlation:
         return torch.where(scale > 0, self.products / scale, 0.0)
 
 
-def matrices_of_both(a, b):
-    """Yield the layer of each matrix that one of two stacks has, and its names in both, if it has a namesake.
+def rows_of_both(a, b, rows_of):
+    """Yield the layer of each matrix that one of two stacks has, and its name and rows in both, or None.
 
-    They are matched by name and shape; tables and heads, which are no layer's, by name.
+    Matrices are matched by name and shape; tables and heads, which are no layer's, by name. A mask, or
+    another constant which unrelated models share, is left out.
     """
     for place in progress(a.matrices | b.matrices, desc="coordinates", leave=False):
-        names = (a.matrices.get(place), b.matrices.get(place))
+        names = [stack.matrices.get(place) for stack in (a, b)]
         shapes = [stack.source.shapes.get(name) for stack, name in zip((a, b), names)]
         layer, _ = place
-        yield layer, names if all(names) and (layer is None or shapes[0] == shapes[1]) else None
-
-
-def are_constant(rows_a, rows_b):
-    """Are they a mask, or another constant, which unrelated models share?"""
-    return torch.equal(rows_a.float(), rows_b.float()) and not is_varied(rows_b)
+        if not all(names) or (layer is not None and shapes[0] != shapes[1]):
+            yield layer, None, None
+            continue
+        rows = [rows_of(stack, name, min(shapes)) for stack, name in zip((a, b), names)]
+        if not torch.equal(rows[0].float(), rows[1].float()) or is_varied(rows[1]):
+            yield layer, names[1], rows
 
 
 def namesakes_of(a, b, correlations):
@@ -163,18 +191,10 @@ def weight_correlations(a, b):
     if a.width != b.width:
         return {}, {}
     sums = {"body": Correlation(a.width), "embedding": Correlation(a.width)}
-    most = MOST_ROWS if a.width <= WIDE else FEW_ROWS
     correlations = defaultdict(list)  # of each layer's matrices
-    for layer, names in matrices_of_both(a, b):
-        correlation = 0.0  # of a matrix that the other model has not
-        if names:
-            rows = [residual_rows(stack, name, stack.source.read(name)) for stack, name in zip((a, b), names)]
-            count = min(map(len, rows))
-            rows = [each[: count : 1 + count // most] for each in rows]
-            if are_constant(*rows):
-                continue
-            correlation = sums["embedding" if layer is None else "body"].update(*rows)
-        correlations[layer].append(correlation)
+    for layer, _, rows in rows_of_both(a, b, all_rows):
+        kind = "embedding" if layer is None else "body"
+        correlations[layer].append(sums[kind].update(*rows) if rows else 0.0)
     values = {kind: total.value() for kind, total in sums.items()}
     values = {kind: value for kind, value in values.items() if value is not None}
     return values, namesakes_of(a, b, correlations)
@@ -189,19 +209,12 @@ def look(a, b):
     if a.width != b.width:
         return {}, {}
     correlations, agreements = defaultdict(list), defaultdict(list)
-    for layer, names in matrices_of_both(a, b):
-        correlation = 0.0
-        if names:
-            shape = min(stack.source.shapes[name] for stack, name in zip((a, b), names))
-            rows = [rows_looked_at(stack, name, shape) for stack, name in zip((a, b), names)]
-            if are_constant(*rows):
-                continue
-            if is_along(b, names[1], shape):
-                agreements[layer].append(agreement(*rows))
-            else:
-                rows = [each.T for each in rows]
-            correlation = correlation_of(*map(centred, rows))
-        correlations[layer].append(correlation)
+    for layer, name, rows in rows_of_both(a, b, rows_looked_at):
+        if rows and is_along(b, name, b.source.shapes[name]):
+            agreements[layer].append(agreement(*rows))
+        elif rows:
+            rows = [each.T for each in rows]
+        correlations[layer].append(correlation_of(*map(centred, rows)) if rows else 0.0)
     tests = {}
     embedding = agreements.pop(None, [])
     layers = {layer: joint_test(found, len(agreements)) for layer, found in agreements.items()}
@@ -216,9 +229,18 @@ def look(a, b):
     return tests, namesakes_of(a, b, told)
 
 
-def rows_looked_at(stack, name, shape):
-    """LOOKED_AT rows of a matrix of at least this shape, as they are stored, (n, columns); or of several."""
-    *experts, count, columns = shape
+def all_rows(stack, name, shape):
+    """The rows along the stream of a matrix of at least this shape, (n, d); if they are many, some."""
+    count = math.prod(shape) // stack.width
+    step = 1 + count // (MOST_ROWS if stack.width <= WIDE else FEW_ROWS)
+    return residual_rows(stack, name, stack.source.read(name))[:count:step]
+
+
+def parts_looked_at(shape):
+    """The parts of a tensor of this shape that a look reads."""
+    if len(shape) < 2:
+        return [()]
+    *experts, count, _ = shape
     total = math.prod(shape[:-1])
     size = min(BLOCK, count)
     parts = [(*[slice(0, number) for number in experts], slice(0, count))]
@@ -228,7 +250,13 @@ def rows_looked_at(stack, name, shape):
             expert, first = divmod(start, count)
             first = min(first, count - size)
             parts.append((*[expert][: len(experts)], slice(first, first + size)))
-    read = [stack.source.read(name, part)[..., :columns] for part in parts]
+    return parts
+
+
+def rows_looked_at(stack, name, shape):
+    """LOOKED_AT rows of a matrix of at least this shape, as they are stored, (n, columns); or of several."""
+    columns = shape[-1]
+    read = [stack.source.read(name, part)[..., :columns] for part in parts_looked_at(shape)]
     return torch.cat([rows.reshape(-1, columns) for rows in read])
 
 

@@ -3,7 +3,6 @@
 import sys
 
 import numpy as np
-from scipy.spatial.distance import squareform
 
 from lib.figures import family_tree
 from lib.runtime import rank
@@ -12,6 +11,8 @@ from lineage.table import PART_IN_COMMON, SAME_BIRTH
 
 def draw_family(path, models, rows) -> None:
     """Draw models as a tree and a heat map. The rows are of all pairs, in `combinations`' order."""
+    from scipy.spatial.distance import squareform  # which takes a while that `compare` need not
+
     names = [model.name for model in models]
     bare = [model.name for model in models if not model.stacks[0].layers]
     if bare and rank() == 0:

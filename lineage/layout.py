@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lib.settings import UserError
 from lineage.table import A_TENTH, DEEP, LATE
 from sources.formats import packed_error
 
@@ -34,6 +35,8 @@ ADAPTER = re.compile(rf"{FACTORS.pattern}|(?i:(?:^|[._])adapters?(?:[._]|$))")  
 TURNS = re.compile(r"_shortcut_Q$")  # SliceGPT's: from the basis of one matrix to that of the next
 GAIN = r"(?:\.weight|\.scale|\.w|_weight)$"
 FINAL_NORM = re.compile(rf"(?:^|\.)(?:norm|ln_f|norm_f|ln_final|final_norm|final_layer_?norm){GAIN}")
+NORM = re.compile(r"(?i)norm|(?:^|[._])ln")
+MOSTLY = 0.8  # of the values of a gain have one sign, less the others
 SUFFIX = r"(?:\.weight|\.kernel)?$"
 # An MLP's matrix that writes; those that read, and which of them is a gate, shapes and their order tell
 DOWN_NAMES = "down_proj|w2|wo|Wo|W_out|c_proj|fc2|fc_out|lin2|dense_4h_to_h|output\\.dense"
@@ -92,7 +95,7 @@ class Stack(Run):
     model: str = ""  # what it is called
     name: str = ""  # what begins the stack's names, and no other stack's; "" where there are no others
     size: int = 0  # parameters in its layers
-    reads_images: bool = False  # by a convolution?
+    is_fed: bool = False  # does a table of tokens lead to it, or may one?
     named: list = field(default_factory=list)  # matrices that may be its embedding matrix,
     tables: list = field(default_factory=list)  # the same: a name each, or the names of two as a product
     heads: list = field(default_factory=list)  # the tables, if tied
@@ -149,7 +152,7 @@ class Stack(Run):
 
 def find_stacks(source, model=""):
     """The Stacks of a checkpoint: first what reads tokens, and of these what has a head; the larger first."""
-    shapes = {name: shape for name, shape in source.shapes.items() if 0 not in shape}
+    shapes = source.shapes
     runs = runs_of(shapes)
     inside = {name for run in runs for names in run.layers.values() for name in names.values()}
     outside = {name: shape for name, shape in shapes.items() if name not in inside}
@@ -163,9 +166,15 @@ def find_stacks(source, model=""):
     for run in runs:
         beside = [name for name in outside if name in tables[run] or run in reach[name]]
         naming = {"source": source, "model": model, "name": common_name(run, runs)}
+        naming["is_fed"] = bool(tables[run]) or (
+            run not in with_images and may_be_fed(run, tables, outside, reach)
+        )
         stacks.append(stack_of(run, tables[run], beside, run in with_images, naming))
-    if any(stack.unread[PACKED] for stack in stacks) and not any(stack.mlps for stack in stacks):
-        raise packed_error(source.place, source.packed)
+    if not any(stack.mlps for stack in stacks):
+        if any(stack.unread[PACKED] for stack in stacks):
+            raise packed_error(source.place, source.packed)
+        if all(stack.unread["adapters"] > 1 for stack in stacks):
+            raise UserError(f"{source.place} is an adapter: merge it into its base, and save that")
     return sorted(stacks, key=lambda stack: (stack.rank, stack.size), reverse=True)
 
 
@@ -181,7 +190,7 @@ def stack_of(run, named, beside, with_images, naming):
     layers, mlps, without_mlp = {}, [], []
     for layer, (number, tensors) in enumerate(run.layers.items(), start=1):
         layers[number], changes = without_adapters(tensors, shapes)
-        found, others = mlps_of_layer(shapes, layers[number], width, layer)
+        found, others = mlps_of_layer(source, layers[number], width, layer)
         adapters += changes
         mlps += found
         unknown += others
@@ -200,14 +209,13 @@ def stack_of(run, named, beside, with_images, naming):
     unread |= {BASES: size_of(filter(TURNS.search, shapes)), PACKED: num_packed}
     tall = [name for name in beside if shapes[name][1:] == (width,) and 2 * shapes[name][0] >= width]
     may_read_tokens = not with_images or named or any(not NO_TABLE.search(end_of(name)) for name in tall)
-    gains = gains_of({name: name for name in beside}, shapes, width)
+    gains = gains_of({name: name for name in beside}, source, width)
     norms = [name for name in gains if FINAL_NORM.search(name) or len(gains) == 1]
     return Stack(
         prefix=run.prefix,
         width=width,
         layers=layers,
         size=size,
-        reads_images=with_images,
         named=named,
         tables=tables,
         heads=heads or tables,
@@ -263,13 +271,17 @@ def runs_of(shapes):
 
 
 def width_of(shapes, layers):
-    """The width of the stream of some layers: the axis of the matrices that have most of their numbers."""
+    """The width of the stream of some layers: the axis by which most read and write, and of most numbers."""
     sizes = Counter()
     for names in layers.values():
         for name in names.values():
             if len(shapes[name]) in (2, 3):
                 sizes.update(dict.fromkeys(shapes[name][-2:], math.prod(shapes[name])))
-    return max(sizes, key=lambda size: (sizes[size], -size), default=0)
+
+    def weight_of(size):
+        return sum(is_layer(shapes, names.values(), size) for names in layers.values()), sizes[size], -size
+
+    return max(sizes, key=weight_of, default=0)
 
 
 def is_layer(shapes, names, width):
@@ -350,6 +362,23 @@ def tables_of(runs, with_images, shapes, outside, reach):
     return tables
 
 
+def may_be_fed(run, tables, outside, reach):
+    """May a table of tokens lead to a run that none was found for?
+
+    A matrix with as many rows or columns as half of the most tokens may be one, however it is stored. Or a
+    table of the run's width may lead to it, unless a matrix of its own does, as a tower's of patches.
+    """
+    known = {name for names in tables.values() for name in names}
+    most = max((outside[name][0] for name in known), default=0)
+    may_share = not known or run.width in {outside[name][1] for name in known}
+    for name, shape in outside.items():
+        if run in reach[name] and len(shape) == 2 and run.width in shape and name not in known:
+            if 2 * max(shape) >= most and not HEAD.search(name):
+                return True
+            may_share &= not (reach[name] == [run] and shape[0] == run.width != shape[1])
+    return may_share
+
+
 def kinds(run, shapes):
     """What the matrices of a run's layers are called, those of all experts alike."""
     named = [item for names in run.layers.values() for item in names.items()]
@@ -386,18 +415,19 @@ def numbered_first(rest):
     return f"{found[1] or ''}.{found[3]}.{found[2]}".lstrip(".") if found else rest
 
 
-def mlps_of_layer(shapes, names, width, layer):
+def mlps_of_layer(source, names, width, layer):
     """A layer's MLPs, and its matrices that are not plainly attention's. `names` are full ones by their rest.
 
     A layer with {"mlp.up_proj.weight": (704, 256), "mlp.down_proj.weight": (256, 704), ...} has one MLP, of
     owner "mlp" and with the roles {"up": "mlp.up_proj.weight", "down": "mlp.down_proj.weight"}.
     """
+    shapes = source.shapes
     matrices = [rest for rest, name in names.items() if len(shapes[name]) > 1]
     others = [rest for rest in matrices if not ATTENTION.search(rest)]
     unknown = [names[rest] for rest in others or matrices[OF_ATTENTION:]]
     if is_factored([rest for rest in matrices if len(shapes[names[rest]]) == 2]):
         return [], unknown
-    norms = norms_of_layer(shapes, names, width)
+    norms = norms_of_layer(source, names, width)
     mlps = []
     for axes in (2, 3):  # a plain MLP may stand beside a stack of experts
         alike = {}
@@ -477,14 +507,22 @@ def units_of(shape, width):
     return shape[-2] if shape[-1] == width else shape[-1]
 
 
-def gains_of(names, shapes, width):
-    """Of full names by their rests those of vectors along the stream that are no biases."""
-    return {rest: name for rest, name in names.items() if shapes[name] == (width,) and rest[-4:] != "bias"}
+def gains_of(names, source, width):
+    """Of full names by their rests those of vectors along the stream that are gains.
+
+    They have a norm's name, or else values mostly of one sign, as biases have not.
+    """
+    gains = {}
+    for rest, name in names.items():
+        if source.shapes[name] == (width,) and not rest.endswith("bias"):
+            if NORM.search(rest) or source.read(name).sign().float().mean().abs() > MOSTLY:
+                gains[rest] = name
+    return gains
 
 
-def norms_of_layer(shapes, names, width):
+def norms_of_layer(source, names, width):
     """The gains in front of a layer's MLP and behind it, and if these are known. OLMo 2 has none in front."""
-    gains = gains_of(names, shapes, width)
+    gains = gains_of(names, source, width)
     behind = gains.get("post_feedforward_layernorm.weight")  # Gemma 2 and 3, OLMo 2
     for norm in NORMS_IN_FRONT[: None if behind is None else 1]:
         rests = [rest for rest in gains if re.search(norm + GAIN, rest)]

@@ -5,7 +5,7 @@ learnt to predict the same words come to share units near the head: `lineage/tab
 """
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from lib.runtime import progress
 from lib.settings import UserError
 from lineage.layout import TRIED
 from lineage.table import BASE_R, DEEP, FEWEST_TOKENS, FEWEST_UNITS, HALF, Match, Row, distinct, mark_units
-from lineage.views import MOST_TOKENS, Units, cross_products, evenly_spaced, living_units, whitener
+from lineage.views import MOST_TOKENS, Units, cross_products, evenly_spaced, in_turns, living_units, whitener
 from measure.matching import matched_units, mutual_neighbours
 
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most: of DEEP layers; of more fewer,
@@ -101,6 +101,21 @@ def layers_to_read(base: Units, suspect: Units, limit, layers=None):
     return base.numbers(limit if at_same_places else None), suspect.numbers(limit, layers)
 
 
+def most_layers(base: Units, suspect: Units, settings):
+    """In how many layers, at most, are hidden units looked for? None: in all."""
+    is_large = any(units.width * len(units.mlps) > LARGE for units in (base, suspect))
+    return DEEP if is_large and settings.layers is None else settings.layers
+
+
+def expect_units(base: Units, suspect: Units, settings, layers):
+    """Fetch what shows the hidden units of two models, where it is on the Hub: tables and MLPs."""
+    numbers = layers_to_read(base, suspect, most_layers(base, suspect, settings), layers)
+    for units, places in zip((base, suspect), numbers):
+        names = {name for place in places for name in units.mlps[place].matrices.values()}
+        names.update(itertools.chain(*units.stack.tables, *units.stack.heads))
+        units.stack.source.expect((name, ()) for name in names)
+
+
 def pairings(bases, suspects, vocabularies):
     """Yield the Units of a base and of a suspect, and the tokens that both have, by string or by number."""
     for base, suspect in itertools.product(bases, suspects):
@@ -117,9 +132,56 @@ def ways_to_read(base: Units, suspect: Units, tokens):
     base, suspect, basis = seen_alike(base, suspect, tokens)
     _, tried = layers_to_read(base, suspect, TRIED)
     way = Way(base, suspect, tokens, basis, {number: suspect.views(number) for number in tried})
+    base_turns, turns = likeliest_turns(way)
+    if (base_turns, turns) != (1, 1):
+        base, suspect = in_turns(base, base_turns), in_turns(suspect, turns)
+        way = Way(base, suspect, tokens, basis, {number: suspect.views(number) for number in tried})
     yield way
     if all(len(mlp.views) == 3 for mlp in base.mlps + suspect.mlps):
         yield replace(way, is_exchanged=True)
+
+
+def likeliest_turns(way: Way):
+    """In how many turns gate and up lie in one matrix of the base's MLPs, and of the suspect's; 1 if apart.
+
+    Whosever they are, rows have partners in the other model, and so have units, by their down weights. Those
+    turns are taken by which most rows have theirs in the partner of the unit that they are of.
+    """
+    votes = Counter()
+    ours, theirs = layers_to_read(way.base, way.suspect, TRIED)
+    if any("gate_up" in mlp.matrices for mlp in way.base.mlps + way.suspect.mlps):
+        for base_number in ours:
+            base_views = way.base.views(base_number)
+            for number in theirs:
+                views = way.views(number)
+                if len(base_views) == len(views) == 3:
+                    mlps = (way.base.mlps[base_number], way.suspect.mlps[number])
+                    votes.update(votes_for_turns(way.basis, mlps, base_views, views))
+    return max(votes, key=votes.get, default=(1, 1))
+
+
+def votes_for_turns(basis, mlps, base_views, views):
+    """Of how many rows of an MLP of a base does the partner belong to their unit's? By pair of turns."""
+    counts = [each["down"].shape[1] for each in (base_views, views)]
+    rows, their_rows = (torch.cat([each["gate"], each["up"]], dim=1) for each in (base_views, views))
+    shown = torch.tensor(evenly_spaced(2 * counts[0], MAP_UNITS))
+    partners = (rows[:, shown].T @ basis["up"] @ their_rows).abs_().argmax(dim=1)
+    divisors = [[1], [1]]
+    for mlp, count, turns in zip(mlps, counts, divisors):
+        turns += [n for n in range(2, count + 1) if count % n == 0 and "gate_up" in mlp.matrices]
+    votes = {}
+    for base_turns in divisors[0]:
+        down = base_views["down"][:, unit_of(shown, base_turns, counts[0])]
+        owners = (down.T @ basis["down"] @ views["down"]).abs_().argmax(dim=1)
+        for turns in divisors[1]:
+            votes[base_turns, turns] = int((unit_of(partners, turns, counts[1]) == owners).sum())
+    return votes
+
+
+def unit_of(rows, turns, count):
+    """The units, of so many, that rows of gate and up in one matrix are of."""
+    size = count // turns
+    return rows // (2 * size) * size + rows % size
 
 
 def likeliest_way(bases, suspects, vocabularies, units):
@@ -152,9 +214,7 @@ def match_stacks(way: Way, settings, layers=None):
     base's, all layers are read.
     """
     base, suspect = way.base, way.suspect
-    limit = settings.layers
-    if limit is None and any(units.width * len(units.mlps) > LARGE for units in (base, suspect)):
-        limit = DEEP
+    limit = most_layers(base, suspect, settings)
     null = null_of(way, settings.permutation_seed)
     if layers is not None and len(layers) == len(suspect.stack.layers):
         layers = None

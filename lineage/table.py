@@ -3,7 +3,7 @@
 A row is a layer of the suspect, or an expert of one. Beside the rows of two stacks stands what no layer has
 (`Pair`). A layer is the base's on the first of these *grounds* that holds:
 
-    bits         a layer of the base has the same matrices, bit for bit
+    bits         a layer of the base has the same matrices, or its MLP has, bit for bit
     beginnings   these begin alike; no more was read
     hidden units chance does not explain how many are matched, and share and r are those of BASE_SHARE and
                  BASE_R, or the share is HALF in the middle of both models; once two layers are, a late one
@@ -101,7 +101,8 @@ class Pair:
     match: Match = field(default_factory=Match)
     coordinates: dict = field(default_factory=dict)  # tests of the layers' ("body") and of the "embedding"
     namesakes: dict = field(default_factory=dict)  # by layer: the base's, strength and distance
-    equal: dict = field(default_factory=dict)  # by layer: the base's of the same bits
+    equal: dict = field(default_factory=dict)  # by layer, or MLP's label: the base's layer of the same bits
+    has_equal: bool = False  # are any matrices of two layers equal?
     is_whole: bool = False  # were all rows compared, or few?
     bare: str = ""  # what models without layers have in their place
     rows: list = field(default_factory=list)
@@ -163,15 +164,19 @@ def fill(pair):
     for row in pair.rows:
         namesake, r, distance = pair.namesakes.get(row.layer, (0, 0.0, None))
         is_namesake = pair.agrees("body") and r >= ALIKE_R
+        bits = "bits" if pair.is_whole else "beginnings"
         if row.layer in pair.equal:
-            row.ground = "bits" if pair.is_whole else "beginnings"
-            row.base_layer = pair.equal[row.layer]
+            row.ground, row.base_layer = bits, pair.equal[row.layer]
+        elif row.label in pair.equal:
+            row.ground, row.base_layer = f"{bits} of MLPs", pair.equal[row.label]
         elif row.has_units_of_base:
             row.ground, row.base_layer = "hidden units", row.closest
         elif is_namesake:
             row.ground, row.base_layer = "coordinates", namesake
         if is_namesake and namesake == row.base_layer and not row.closest:
             row.r, row.distance = r, distance
+        if not all(getattr(stack.source, "is_scaled", True) for stack in (pair.base, pair.suspect)):
+            row.distance = None
 
 
 def why_units_cannot_tell(pair, lack):
@@ -219,6 +224,8 @@ def judge_stacks(pair):
         return (SAME_BIRTH, "layers") if layers >= min(2, depth) else (INCONCLUSIVE, "one layer")
     if pair.agrees("body"):
         return INCONCLUSIVE, "coordinates"
+    if pair.has_equal:
+        return INCONCLUSIVE, "bits"
     if pair.lack:
         return (INCONCLUSIVE, "hidden") if undecided or pair.may_hide else (NO_EVIDENCE, "unseen")
     return (INCONCLUSIVE, "between") if is_above_strangers(pair) else (NO_EVIDENCE, "units")
@@ -248,13 +255,13 @@ def language_models(stacks):
     first may be a text encoder, without a head.
 
     None is that has less than a tenth of the largest one's size, or no MLPs, if the first has some, or one
-    layer and no table of its own, as a draft head.
+    layer and no table of its own, as a draft head; or that no table leads to, if another stack has one.
     """
     first = stacks[0]
     least = A_TENTH * max(stack.size for stack in stacks)
     models = []
     for place, stack in enumerate(stacks):
-        is_like = bool(stack.named) or not stack.reads_images or stack.rank == first.rank
+        is_like = stack.is_fed or stack.rank == first.rank
         is_draft = len(stack.layers) == 1 and not stack.has_own_table(stacks[:place])
         is_large = stack.size >= (first.size if first.has_head else least)
         may_have_mlps = stack.mlps or (stack.tables and stack.hides)

@@ -14,6 +14,12 @@ from lineage.table import (
 
 COLUMNS = "verdict sentence units units_found units_share r layer base_layer distance body_r body_z "
 COLUMNS += "body_log10_p embedding_z table_likeness part base_part"
+EQUAL = {  # what is said of layers that are known by their bits
+    "bits": "{} are bit for bit the base's {}",
+    "beginnings": "{} begin bit for bit as the base's {}",
+    "bits of MLPs": "MLPs of {} are bit for bit MLPs of the base's {}",
+    "beginnings of MLPs": "MLPs of {} begin bit for bit as MLPs of the base's {}",
+}
 REMEDY = "an earlier checkpoint of the suspect, or a common ancestor, would tell"
 OTHERS_TABLE = "embedding matrices that were not seen to agree"
 
@@ -126,6 +132,9 @@ def reason_of(pair, proviso):
         case "coordinates":
             few = "but not in every kind of matrix of two layers: a part may have been copied"
             return f"{coordinates_phrase(pair)}, {few}; {units_phrase(pair)}; {table_phrase(pair)}; {REMEDY}"
+        case "bits":
+            few = "matrices in its layers are the base's bit for bit, but no whole MLP or layer"
+            return f"{few}: a part may have been copied; {units_phrase(pair)}; {table_phrase(pair)}; {REMEDY}"
         case "hidden":
             hidden = "but a changed basis would hide a child, and"
             return f"{coordinates_phrase(pair)}, {hidden} {pair.lack}"
@@ -141,11 +150,12 @@ def reason_of(pair, proviso):
 
 def found(pair):
     """What is the base's, a phrase for each ground; coordinates only where nothing else shows the layers."""
-    for ground, verbs in {"bits": ("is", "are"), "beginnings": ("begins", "begin")}.items():
+    for ground, how in EQUAL.items():
         equal = {row.layer: row.base_layer for row in pair.rows if row.ground == ground}
         if equal:
-            how = f"{verbs[len(equal) > 1]} bit for bit {'as ' if ground == 'beginnings' else ''}the base's"
-            yield f"{layers_phrase(equal)} {how} {layers_phrase(equal.values())}"
+            if len(equal) == 1 and how.startswith("{}"):
+                how = how.replace(" are", " is").replace(" begin", " begins")
+            yield how.format(layers_phrase(equal), layers_phrase(equal.values()))
     if pair.with_units:
         yield matched_phrase(pair)
     alike = dict.fromkeys(row.layer for row in pair.rows if row.ground == "coordinates")

@@ -7,7 +7,7 @@ V tokens is Q R, so that d numbers, R times a unit's weights, say all but Q, whi
 
 import functools
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -35,10 +35,10 @@ class Reading:
 
     table: tuple  # the embedding matrix: its name, or the names of two whose product it is
     head: tuple
-    interleaved: bool  # gate and up in one matrix: row by row, or one above the other
     from_one: bool  # gains are stored less one
     backward: bool  # of two matrices of an MLP without names the other one writes
     turned: bool  # square matrices of MLPs are stored the other way
+    turns: int = 1  # in which gate and up lie in one matrix; 1: one above the other
 
 
 def readings(stack):
@@ -50,13 +50,12 @@ def readings(stack):
     gains = [stack.source.read(norm).float() for norm in norms]
     if gains and (torch.cat(gains) <= 0).float().mean() > NEGATIVE_GAINS:  # the family's name may be wrong
         from_one.append(not from_one[0])
-    is_fused = any("gate_up" in mlp.matrices for mlp in stack.mlps)
     is_guess = any(len(mlp.views) == 2 and not mlp.is_named for mlp in stack.mlps)
     shapes = [stack.source.shapes[name] for mlp in stack.mlps for name in mlp.matrices.values()]
     is_square = any(shape[-1] == shape[-2] for shape in shapes)
-    interleaved, backward, turned = ((False, True)[: 1 + open] for open in (is_fused, is_guess, is_square))
+    backward, turned = ((False, True)[: 1 + open] for open in (is_guess, is_square))
     heads = dict.fromkeys(stack.heads + stack.tables)
-    choices = itertools.product(stack.tables, heads, interleaved, from_one, backward, turned)
+    choices = itertools.product(stack.tables, heads, from_one, backward, turned)
     return [Reading(*choice) for choice in choices]
 
 
@@ -159,8 +158,8 @@ class Units:
         rows = residual_rows(self.stack, name, weight, self.reading.turned, view == "down").float()
         if role not in mlp.matrices:
             rows = rows[: 2 * units_of(self.stack.source.shapes[mlp.matrices["down"]], self.width)]
-            halves = (rows[0::2], rows[1::2]) if self.reading.interleaved else rows.chunk(2)
-            rows = halves[role == "up"]
+            size, rest = divmod(len(rows) // 2, self.reading.turns)  # of a turn; of other layers one row
+            rows = rows.view(-1, 2, 1 if rest else size, self.width)[:, int(role == "up")].flatten(0, 1)
         if view == "down":  # what is written meets the mean first, what reads meets the gain first
             rows = self.without_mean(self.stack.norm, rows * self.gain(mlp.norm_behind))
             return rows * self.gain(self.stack.norm)
@@ -175,6 +174,11 @@ class Units:
     def gain(self, norm):
         """A norm's gain, (d,); 1 where there is no norm."""
         return self.stack.source.read(norm).float() + self.reading.from_one if norm else 1.0
+
+
+def in_turns(units, turns):
+    """The same Units if gate and up take so many turns in one matrix."""
+    return Units(units.stack, replace(units.reading, turns=turns), units.tables, units.directions)
 
 
 def is_along(stack, name, shape, turned=False, writes=None):

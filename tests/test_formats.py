@@ -12,7 +12,7 @@ from conftest import KINDS, random_model, run_here
 
 from lib.files import read_json
 from lib.settings import UserError
-from lineage.compare import read_model
+from lineage.compare import CompareSettings, compare_models, read_model
 from sources import checkpoint, formats
 from sources.checkpoint import parse_spec
 
@@ -137,6 +137,7 @@ def test_shards_may_not_lead_elsewhere(folder):
         ("model.layers.0.self_attn.q_proj.weight", torch.float8_e5m2, 2),
         ("model.layers.0.mlp.down_proj.qweight", torch.int32, 8),  # GPTQ, AWQ
         ("model.layers.0.mlp.experts.gate_up_proj_blocks", torch.uint8, 2),  # MXFP4
+        ("model.layers.0.mlp.up_proj.weight_packed", torch.uint32, 8),  # as MLX
     ],
 )
 def test_packed_weights_are_known_whatever_their_name(name, kind, count, folder):
@@ -205,6 +206,37 @@ def test_fp8_is_read_with_its_scales(kind, scale_name, said, folder):
         assert source.config is not None and source.shapes.keys() == tensors.keys()
         for name in tensors:
             assert torch.equal(source.read(name), expected[name]), name
+
+
+@pytest.mark.parametrize("name", ["weight_scale", "scale", "scale_weight", "qscale_weight"])
+def test_fp8_scales_of_any_name(name, folder):
+    """As exponents, 255 of which is NaN, of blocks of 32 whose last is short; a marker is no weight."""
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    packed = torch.randn(97, 80).to(torch.float8_e4m3fn)
+    codes = torch.randint(120, 135, (97, 3), dtype=torch.uint8)
+    expected = packed.float() * 2.0 ** (codes.float() - 127).repeat_interleave(32, 1)[:, :80]
+    stored = tensors | {"x.weight": packed, "x.scaled_fp8": torch.empty(0, dtype=torch.float8_e4m3fn)}
+    for scale in (codes, codes.view(torch.float8_e8m0fnu)):
+        safetensors.torch.save_file(stored | {f"x.{name}": scale}, path)
+        source = formats.open_checkpoint(folder, True)
+        assert source.shapes.keys() == {*tensors, "x.weight"} and source.is_scaled
+        assert torch.equal(source.read("x.weight"), expected)
+    safetensors.torch.save_file(stored | {f"x.{name}": torch.full_like(codes, 255)}, path)
+    with pytest.raises(UserError, match="not finite"):
+        formats.open_checkpoint(folder, True).read("x.weight")
+
+
+def test_of_fp8_without_scales_no_distance_is_told(folder):
+    path = folder / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    base = read_model("", formats.open_checkpoint(folder, True))
+    stored = {n: w.to(torch.float8_e4m3fn) if "_proj" in n else w for n, w in tensors.items()}
+    safetensors.torch.save_file(stored, folder / "child")
+    child = read_model("", formats.open_checkpoint(folder / "child", True))
+    for is_thorough in (False, True):
+        row, _ = compare_models(base, child, CompareSettings(thorough=is_thorough))
+        assert row["verdict"] == "same birth" and row["distance"] is None
 
 
 def test_scales_of_experts_and_scales_that_do_not_fit(tmp_path):
@@ -302,9 +334,10 @@ def test_a_file_is_told_by_its_first_bytes(folder, tmp_path):
         header = json.dumps({"wte.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}})
         (tmp_path / "y").write_bytes(size.to_bytes(8, "little") + header.ljust(size).encode() + bytes(16))
         assert formats.open_checkpoint(tmp_path / "y", True).shapes == {"wte.weight": (2, 2)}
-    torch.save({"lora_A.weight": torch.ones(3, 3)}, tmp_path / "x")
-    with pytest.raises(UserError, match="x is a LoRA adapter"):
-        formats.open_checkpoint(tmp_path / "x", True)
+    for name in ("lora_A", "model.layers.0.mlp.up_proj.vera_lambda_b", "h.1.mlp.fc.hada_w1_a"):
+        torch.save({f"{name}.weight": torch.ones(3, 3)}, tmp_path / "x")
+        with pytest.raises(UserError, match="x is an adapter"):
+            read_model("", formats.open_checkpoint(tmp_path / "x", True))
 
 
 def test_dictionaries_of_dictionaries(tmp_path):
@@ -333,6 +366,32 @@ def test_layers_along_either_axis_of_one_tensor(tmp_path):
             for layer in range(3):
                 read = source.read(name.replace("layers/", f"layers/{layer}."))
                 torch.testing.assert_close(read, weight[:, layer], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".pth"])
+def test_a_shard_is_read_with_its_siblings_or_not_at_all(suffix, tmp_path):
+    """Alone its layers would be renumbered; files that have one matrix have parts of it."""
+    save = safetensors.torch.save_file if suffix == ".safetensors" else torch.save
+    paths = [tmp_path / f"consolidated-{number:05}-of-00002{suffix}" for number in (1, 2)]
+    for number, path in enumerate(paths):
+        save({f"h.{number}.weight": torch.ones(3, 2)}, path)
+    for path in paths:
+        assert formats.open_checkpoint(path, True).shapes.keys() == {"h.0.weight", "h.1.weight"}
+    save({"h.0.weight": torch.ones(3, 2)}, paths[1])
+    with pytest.raises(UserError, match="has a part of each matrix"):
+        formats.open_checkpoint(paths[0], True)
+    paths[0].unlink()
+    with pytest.raises(UserError, match="one of 2 shards of a model, of which 1"):
+        formats.open_checkpoint(paths[1], True)
+
+
+@pytest.mark.parametrize("suffix", formats.OTHER_FORMATS)
+def test_other_formats_are_not_called_damaged(suffix, tmp_path):
+    path = tmp_path / f"m{suffix}"
+    path.write_bytes(bytes(99))
+    with pytest.raises(UserError, match="are not read here: load it where it was made") as error:
+        formats.open_checkpoint(path, True)
+    assert "damaged" not in str(error.value)
 
 
 def test_a_part_of_each_matrix_is_no_model(tmp_path):

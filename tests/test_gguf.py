@@ -294,6 +294,20 @@ def test_a_hostile_file_is_refused(name, tmp_path):
         formats.open_gguf(path)
 
 
+def test_a_part_of_a_file_is_no_model(tiny, tmp_path):
+    """By its header, and by its name, whether the others are here or not."""
+    (tmp_path / "a.gguf").write_bytes(HOSTILE["part"])
+    with pytest.raises(
+        UserError, match="a.gguf is a part of a model: `llama-gguf-split --merge` joins them$"
+    ):
+        formats.open_gguf(tmp_path / "a.gguf")
+    for number, said in ((1, "one of 2 shards of a model, of which 1"), (2, "--merge` joins them$")):
+        path = tmp_path / f"m-0000{number}-of-00002.gguf"
+        path.write_bytes(tiny[1].read_bytes())
+        with pytest.raises(UserError, match=said):
+            formats.open_checkpoint(path, True)
+
+
 def test_a_file_cut_anywhere_is_refused(tiny, tmp_path):
     _, path = tiny
     whole = path.read_bytes()

@@ -53,10 +53,10 @@ def test_a_file_as_nanogpt_saves_it_has_a_folders_tensors(tmp_path):
 
 SCRIPTS = [  # what is asked, and the JSON that answers
     ("sinks rate", "rate"),
-    ("reproduce.interventions first", "first"),
+    ("reproduce.interventions bos", "bos"),
     ("sinks anatomy", "anatomy"),
     ("reproduce.interventions intervene --position 3", "intervene"),
-    ("reproduce.interventions silence --num-builders 2", "silence"),
+    ("reproduce.interventions ablate --num-builders 2", "ablate"),
     ("sinks transplant --num-constants 4", "transplant"),
     ("probe", "probe"),
 ]

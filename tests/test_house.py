@@ -11,8 +11,8 @@ SCRIPTS = ["contraction", "init", "model", "probe", "seedprint", "sinks", "train
 # each other, without a circle.
 FLOORS = """
 lib.settings lib.random lib.kernels / lib.files lib.runtime / lib.results lib.figures / model / init
-/ sources.gguf sources.parts / sources.formats sources.lens / sources.check / sources.strangers
-/ sources.hub sources.tokenizers / sources.data
+/ sources.ranges sources.parts / sources.gguf / sources.formats sources.lens / sources.check
+/ sources.strangers / sources.hub sources.tokenizers / sources.data
 / sources.checkpoint / sources.inputs sources.sampling sources.runs / sources.origins
 / measure.cosines measure.matching / measure.theory / measure.attention
 / measure.constants measure.mean_field measure.units / measure.rounding

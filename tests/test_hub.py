@@ -1,18 +1,26 @@
 """sources/hub.py: names of the Hub, against a server of its few routes on this machine."""
 
 import json
+import re
 import socket
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import KINDS, random_model, run_script
+from conftest import KINDS, normal, random_model, run_here, run_script
 from hub_server import COMMIT, serving
 from huggingface_hub import constants
 
+import seedprint
 from lib.settings import UserError
-from sources import checkpoint, hub
+from lineage import disguise
+from lineage.compare import compare_models
+from lineage.settings import CompareSettings
+from sources import checkpoint, hub, ranges
+from sources.checkpoint import Newborn
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
 NEVER = {"README.md": b"-", "modeling_x.py": b"-", "tf_model.h5": b"-", "original/consolidated.00.pth": b"-"}
@@ -145,8 +153,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistakes(name, here):
-    with pytest.raises(UserError, match=MISTAKES[name]):
-        checkpoint.parse_spec(name)
+    for in_parts in (False, True):
+        with pytest.raises(UserError, match=MISTAKES[name]):
+            checkpoint.parse_spec(name, in_parts=in_parts)
     assert fetched(here) == [] and checkpoint.HUB_COMMITS == {}
 
 
@@ -176,3 +185,101 @@ def test_the_json_names_the_commit_and_one_process_fetches(here, tmp_path):
     saved = json.loads((tmp_path / "out" / "probe.json").read_text())
     assert saved["environment"]["hub"] == {"org/whole": COMMIT}
     assert saved["rows"][0]["model"] == "org/whole"
+
+
+def written(folder: Path, seed: int, noise: float = 0.0) -> dict[str, bytes]:
+    """The files of a model, noised, that are written into a folder."""
+    source = Newborn(replace(KINDS["llama"], vocab_size=600, d_model=128, d_ff=512), seed)
+    weights = disguise.weights_of(source)
+    for name, weight in weights.items():
+        weights[name] = weight + noise * weight.std(correction=0) * normal(*weight.shape).float()
+    disguise.save(folder, disguise.as_source(weights, source.config))
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def family(here, tmp_path, monkeypatch):
+    """A Hub with a base, a child and a stranger, of a thousand blocks each; they stand in folders, too."""
+    monkeypatch.setattr(ranges, "BLOCK", 2**12)
+    for name, seed, noise in (("base", 1, 0.0), ("child", 1, 0.3), ("stranger", 2, 0.0)):
+        here.repositories[f"org/{name}"] = written(tmp_path / name, seed, noise)
+    return here
+
+
+def judged(*names) -> dict:
+    """The row of two models; its sentence, without their names."""
+    models = [seedprint.open_model(str(name), CompareSettings()) for name in names]
+    row, _ = compare_models(*models, CompareSettings())
+    for name in names:
+        row["sentence"] = row["sentence"].replace(str(name), "-")
+    return row
+
+
+@pytest.mark.parametrize("suspect, share", [("child", 0.35), ("stranger", 0.92)])
+def test_compare_fetches_what_it_reads_and_keeps_it(suspect, share, family, tmp_path, capsys, monkeypatch):
+    local = judged(tmp_path / "base", tmp_path / suspect)
+    assert local["verdict"] == {"child": "same birth", "stranger": "no evidence"}[suspect]
+    assert judged("org/base", f"org/{suspect}") == local
+    size = len(family.repositories["org/base"]["model.safetensors"])
+    assert family.sent < 2 * share * size
+    asked = fetched(family)
+    tensors = len(safetensors.torch.load_file(tmp_path / "base/model.safetensors"))
+    assert asked.count("model.safetensors") <= 2 * (tensors + 8)
+    told = re.findall(r"(\S+) GB of", capsys.readouterr().err)  # in three digits, without headers
+    assert sum(map(float, told)) * 1e9 == pytest.approx(family.sent, rel=0.05)
+    assert judged(f"org/base@{COMMIT}", f"org/{suspect}") == local
+    assert fetched(family) == [] and capsys.readouterr().err == ""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert judged("org/base", f"org/{suspect}") == local and family.requests == []
+
+
+def test_a_download_that_breaks_leaves_nothing_false(family, tmp_path, monkeypatch):
+    """The Hub answers a few requests, then none: what is marked is there, and the next run needs the rest."""
+    content = family.repositories["org/base"].pop("model.safetensors")
+    broken = Broken(content)
+    family.repositories["org/base"]["model.safetensors"] = broken
+    with pytest.raises(UserError, match="cannot fetch more of org/base.* The same command takes it up"):
+        judged("org/base", "org/child")
+    (path,) = tmp_path.glob("cache/models--org--base/parts/*/model.safetensors")
+    is_here = np.fromfile(ranges.blocks_of(path), bool)
+    assert 0 < is_here.sum() < len(is_here) / 2
+    there = path.read_bytes()
+    for block in np.flatnonzero(is_here) * ranges.BLOCK:
+        assert there[block : block + ranges.BLOCK] == content[block : block + ranges.BLOCK]
+    family.repositories["org/base"]["model.safetensors"] = content
+    assert judged("org/base", "org/child") == judged(tmp_path / "base", tmp_path / "child")
+
+
+class Broken(bytes):
+    """The content of a file of which a server sends a few parts."""
+
+    parts = 4
+
+    def __getitem__(self, part):
+        self.parts -= part.start != 0
+        return super().__getitem__(part) if self.parts > 0 else b"-"
+
+
+def test_a_server_without_ranges_sends_files_whole(family, tmp_path, capsys):
+    family.has_ranges = False
+    assert judged("org/base", "org/child") == judged(tmp_path / "base", tmp_path / "child")
+    assert "does not send a part of a file: org/base is fetched whole" in capsys.readouterr().err
+    assert not list(tmp_path.glob("cache/*/parts/*/*"))
+
+
+def test_a_gguf_file_is_read_by_ranges(family, tmp_path, monkeypatch):
+    from test_gguf import write
+
+    model = random_model(replace(KINDS["llama"], d_model=128, d_ff=512))
+    path = write(tmp_path / "only.gguf", "llama", model)
+    family.repositories["org/one-gguf"]["only.gguf"] = path.read_bytes()
+    assert judged("org/one-gguf", path)["verdict"] == "same birth"
+    assert family.sent < 0.5 * path.stat().st_size
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert judged("org/one-gguf", path)["verdict"] == "same birth"
+
+
+def test_identify_reads_the_beginning_of_one_matrix(family, tmp_path):
+    """`init.py`'s seed 1 is found, by less than the header and that matrix."""
+    done = run_here("seedprint", "identify", "org/base", "--seeds", 0, 3, "--out", tmp_path / "out")
+    assert "seed 1" in done.stdout and family.sent < 100_000

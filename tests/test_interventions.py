@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,27 +14,6 @@ from lib import runtime
 from lib.results import interval
 from reproduce import interventions
 from sources.inputs import random_tokens
-
-
-def test_every_first_token_in_turn(tmp_path, monkeypatch):
-    """alpha_1 with each of three tokens at the first position of seven sequences."""
-    monkeypatch.setattr(interventions, "FIRST_TOKENS", 3)
-    model = random_model(KINDS["llama"])
-    tokens = random_tokens(0, range(7), 20, 97)
-    tried = sorted(set(tokens[:, 1:].flatten().tolist()))
-    some = [tried[0], tried[(len(tried) - 1) // 2], tried[-1]]
-    expected = {}
-    for token in some:
-        tokens[:, 0] = token
-        expected[token] = alpha_of(explicit(model, tokens), 1).mean(0).numpy()  # (L, H)
-    rows = interventions.by_first_token(given(sequence_length=20), saved(model, tmp_path), model)["rows"]
-    assert len(rows) == 12
-    for row in rows:
-        alphas = {token: heads[row["layer"] - 1, row["head"] - 1] for token, heads in expected.items()}
-        values = [*alphas.values()]
-        found = (row["alpha1"], row["least"], row["largest"], alphas[row["least_token"]])
-        assert found == pytest.approx((np.mean(values), min(values), max(values), min(values)), abs=NEAR)
-        assert row["token_share"] == pytest.approx(np.mean(np.array(values) > 0.3))
 
 
 @pytest.mark.parametrize("calibration", ["none", "amplify", "headnorm"])
@@ -69,8 +47,8 @@ def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
         active = activation >= 0.1 * builder["first"]
         expected = interval(alpha.numpy(), "alpha_k")
         assert {name: row[name] for name in expected} == pytest.approx(expected, abs=NEAR)
-        assert row["woke"] == pytest.approx(active.double().mean().item())
-        for key, chosen in (("alpha_k_woke", alpha[active]), ("alpha_k_asleep", alpha[~active])):
+        assert row["fires"] == pytest.approx(active.double().mean().item())
+        for key, chosen in (("alpha_k_firing", alpha[active]), ("alpha_k_off", alpha[~active])):
             assert row[key] == (pytest.approx(chosen.mean().item(), abs=NEAR) if len(chosen) else None)
         points = lists["points"][7 * number : 7 * number + 7]
         assert [point["alpha_k"] for point in points] == pytest.approx(alpha.tolist(), abs=NEAR)
@@ -83,12 +61,12 @@ def parse(words: str) -> list[tuple[int, int]]:
     return [tuple(map(int, word.split("/"))) for word in words.split()]
 
 
-def test_silence_is_a_model_without_these_units(tmp_path, monkeypatch):
+def test_ablation_is_a_model_without_these_units(tmp_path, monkeypatch):
     """Rates and loss are those of a model whose down columns are zero; `left` is of its stream."""
     model = random_model(KINDS["llama_gqa"], seed=12)  # its first builders are in layers 2 and 3
-    settings = given(interventions.SilenceSettings, sequence_length=9, num_builders=3)
+    settings = given(interventions.AblateSettings, sequence_length=9, num_builders=3)
     monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 27)  # batches of 3, 3 and 1
-    rows = interventions.every_silence(settings, saved(model, tmp_path), model)["rows"]
+    rows = interventions.ablations(settings, saved(model, tmp_path), model)["rows"]
     tokens = random_tokens(0, range(7), 9, 97)
     stream, units = observe(model, tokens)
     largest = 1 + int(disparity_of(stream)[1:].argmax())

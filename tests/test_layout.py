@@ -145,6 +145,28 @@ def test_a_tower_in_common(prefix):
         assert answer == verdict and said in sentence, (case, sentence)
 
 
+def action_expert(seed: int) -> dict:
+    """Three layers beside a language model's, narrower, that no table of tokens leads to, as of pi0."""
+    weights = {"action_in_proj.weight": drawn(seed, 48, 7), "action_out_proj.weight": drawn(seed, 7, 48)}
+    return weights | tower(seed, "expert.", patch=False)
+
+
+def patched(seed: int) -> dict:
+    """A tower as wide as the language model, whose patches enter by a plain matrix, as in Llama 4."""
+    weights = {"vision.patch_embedding.linear.weight": drawn(seed, 64, 50)}
+    return weights | tower(seed, "vision.", 64, patch=False)
+
+
+@pytest.mark.parametrize("part", [action_expert, patched])
+def test_what_no_table_leads_to_is_no_language_model(part):
+    """Children are kin without it, or with another; strangers are not by having it."""
+    base, child, stranger = (weights_of(source) for source in (BASE, CHILD, STRANGER))
+    cases = [(child, SAME_BIRTH), (child | part(2), SAME_BIRTH), (stranger | part(2), NO_EVIDENCE)]
+    for suspect, verdict in [*cases, (stranger | part(1), PART_IN_COMMON)]:
+        answer, sentence = judged(base | part(1), suspect)
+        assert answer == verdict, sentence
+
+
 def test_a_bare_encoder_and_what_contains_it():
     """Both ways; and of two bare encoders each is the model."""
     bare, other = tower(1, ""), tower(2, "")
@@ -194,7 +216,7 @@ def encoder_and_decoder(seed: int, tables=("shared",)) -> dict:
         layers = {n: w for n, w in weights_of(noised(Newborn(CONFIG, number), 0)).items() if "layers" in n}
         weights |= changed(layers, {LAYER: f"{start}.block."})
     for layer in range(3):
-        weights[f"decoder.block.{layer}.cross_attn.q_proj.weight"] = drawn(seed + layer, 64, 64)
+        weights[f"decoder.block.{layer}.cross_attn.q_proj.weight"] = drawn(10 * seed + layer, 64, 64)
     return weights | {"lm_head.weight": drawn(seed, 300, 64)}
 
 
@@ -305,9 +327,9 @@ def with_experts(weights: dict, seed: int) -> dict:
     others = changed(weights, {".mlp.": ".shared_mlp."})
     for layer in range(3):
         moe = f"{LAYER}{layer}.block_sparse_moe."
-        others[f"{moe}input_linear.weight"] = drawn(seed + layer, 3, 80, 64)
-        others[f"{moe}output_linear.weight"] = drawn(seed + layer + 10, 3, 64, 40)
-        others[f"{moe}router.layer.weight"] = drawn(seed + layer + 20, 3, 64)
+        others[f"{moe}input_linear.weight"] = drawn(100 * seed + layer, 3, 80, 64)
+        others[f"{moe}output_linear.weight"] = drawn(100 * seed + layer + 10, 3, 64, 40)
+        others[f"{moe}router.layer.weight"] = drawn(100 * seed + layer + 20, 3, 64)
     return others
 
 
@@ -317,9 +339,43 @@ def test_a_plain_mlp_beside_experts():
     answer, sentence = judged(base, with_noise(base))
     assert answer == SAME_BIRTH and "hidden units of every layer were matched" in sentence, sentence
     assert judged(base, with_experts(weights_of(STRANGER), 2))[0] == NO_EVIDENCE
+    suspect = with_experts(weights_of(STRANGER), 2)
+    for part in ("input", "output"):  # an expert of the base under another number
+        name = f"{LAYER}1.block_sparse_moe.{part}_linear.weight"
+        suspect[name] = torch.cat([suspect[name][:2], base[name][:1]])
+    answer, sentence = judged(base, suspect)
+    assert answer == INCONCLUSIVE and "are bit for bit MLPs of the base's layer 2, but" in sentence, sentence
     others = with_experts(weights_of(BASE), 2)  # new experts on the base's MLPs
     answer, sentence = judged(base, others)
     assert answer == SAME_BIRTH and "of 3 of 3 layers were matched" in sentence, sentence
+
+
+@pytest.mark.parametrize("size", [16, 64])
+def test_lookup_tables_in_layers(size):
+    """As of n-grams, beside attention: they have most numbers, but the stream is read and written."""
+
+    def with_tables(source, seed: int) -> dict:
+        weights = weights_of(source)
+        for layer in range(3):
+            memory = f"{LAYER}{layer}.memory."
+            weights[f"{memory}table.weight"] = drawn(seed + layer, 3000, size)
+            weights[f"{memory}to.weight"] = drawn(seed + 9 + layer, 64, size)
+        return weights
+
+    base = with_tables(BASE, 1)
+    assert judged(base, with_tables(CHILD, 1))[0] == judged(base, weights_of(CHILD))[0] == SAME_BIRTH
+    assert judged(base, with_tables(STRANGER, 50))[0] == NO_EVIDENCE
+    assert judged(base, with_tables(STRANGER, 1))[0] == INCONCLUSIVE  # whose tables are the base's
+
+
+def test_a_lone_vector_is_a_gain_if_its_values_say_so():
+    """A bias of another name is none: it scales nothing, and no distance is false."""
+    pair = (weights_of(BASE), weights_of(disguised(BASE, ["neurons"])))
+    base, child = ({n: w for n, w in weights.items() if "norm" not in n} for weights in pair)
+    for name, values, is_copy in (("b_out", drawn(3, 64), True), ("gamma", 1 + drawn(3, 64), False)):
+        vectors = {f"{LAYER}{layer}.mlp.{name}": values for layer in range(3)}
+        row = row_of_pair(base, child | vectors)
+        assert row["verdict"] == SAME_BIRTH and (row["distance"] < 1e-6) is is_copy, row
 
 
 def test_where_no_norm_is_known_no_distance_is_told():

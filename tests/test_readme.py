@@ -1,4 +1,4 @@
-"""README.md: what it prints is what the committed results have."""
+"""README.md and docs/: what they print is what the committed results have."""
 
 import re
 
@@ -11,7 +11,8 @@ from reproduce.__main__ import RESULTS
 
 NAMES = {command: name for name, command in RESULTS.items()}
 PRINTED = {}  # by a result's name: the lines that README shows below its command
-for block in re.findall(r"^```\n(\$ .*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL):
+PAGES = "".join((ROOT / page).read_text() for page in ("README.md", "docs/lineage.md"))
+for block in re.findall(r"^```\n(\$ .*?)^```", PAGES, re.MULTILINE | re.DOTALL):
     command, *lines = block.rpartition("$ python ")[2].splitlines()
     if command in NAMES:
         PRINTED[NAMES[command]] = lines

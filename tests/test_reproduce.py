@@ -28,14 +28,14 @@ PROBE = "probe.py --model tiny_gpt2 --num-sequences 4 --sequence-length 2"
 TINY = dict.fromkeys(("ablation", "mlp", "engage", "predict"), SMALL)
 TINY |= dict.fromkeys(("layers", "amplify", "intra", "variance", "cure"), f"{SMALL} --sequence-length 4")
 TINY |= dict.fromkeys(("compare", "matrix"), f"{PAIR} --units-per-layer 8 --permutations 199")
-TINY |= dict.fromkeys(("smollm2/anatomy", "smollm2/first", "smollm2/transplant"), SINKS)
+TINY |= dict.fromkeys(("smollm2/anatomy", "smollm2/transplant"), SINKS)
 TINY |= {
     "probe": "--model tiny_gpt2 --num-sequences 4 --sequence-length 4",
     "width": "--seed 1 --num-sequences 4",
     "identify": "tiny_llama@1 --seeds 0 3",
     "smollm2/rate": f"{SINKS} --sequence-length 4",
     "smollm2/intervene": f"{SINKS} --factor 2",
-    "smollm2/silence": f"{SINKS} --num-builders 1",
+    "smollm2/ablate": f"{SINKS} --num-builders 1",
 }
 ENGAGE = "-m reproduce.mechanisms engage --model tiny_gpt2 --seed 1 2 --num-sequences 200"
 

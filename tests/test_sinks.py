@@ -118,7 +118,7 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
     model = random_model(KINDS[kind])
     with torch.no_grad():  # disparity jumps in layer 2
         model.model.layers[1].mlp.down_proj.weight[5] *= 300
-    anatomy = sinks.dissect(given(sequence_length=11), saved(model, tmp_path), model)
+    anatomy = sinks.anatomy_rows(given(sequence_length=11), saved(model, tmp_path), model)
     tokens = random_tokens(0, range(7), 11, 97)
     seen = []
     stream, units = observe(

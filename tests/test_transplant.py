@@ -152,9 +152,6 @@ def test_rows_are_what_their_kinds_say(tmp_path):
     with model.hidden_units(zero_units(activity.builders(activity.layer, needed))):
         expected, _ = effects(model, tokens, builder, 0)
     assert rows["builders of 99 % at zero", 12].items() >= expected.items()
-    with rounded_inputs(changed, "token"):
-        expected, _ = effects(changed, tokens, builder, 0)
-    assert rows["moved", 12]["loss_8bit_token"] == expected["loss"]
     front = [row for (kind, T), row in rows.items() if kind.startswith("token in front") and T == 12]
     assert len(front) == 3 and all(row["constant_alpha"] == 0 for row in front)
     by_token = [row for row in lists["first_tokens"] if row["sequence_length"] == 12]
@@ -175,7 +172,7 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
     tokens, others = both[:5], both[5:]
     text = tokens[:, 1:]
     monkeypatch.setattr(sinks, "bos_of", lambda settings, spec: bos)
-    monkeypatch.setattr(sinks, "measured_and_others", lambda settings, spec, T: (tokens, others))
+    monkeypatch.setattr(sinks, "split_windows", lambda settings, spec, T: (tokens, others))
     lists = transplants(TransplantSettings(**SETTINGS, sequence_length=(15,)), saved(model, tmp_path), model)
     rows = {row["kind"]: row for row in lists["rows"]}
     activity = observe(model, tokens)
@@ -207,6 +204,9 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
         assert found["alpha"] == pytest.approx(first[:, layer - 1].mean().item(), abs=NEAR)
     constant = np.mean([by_layer["BOS's constants, no BOS", layer]["alpha"] for layer in (1, 2, 3)])
     assert constant == pytest.approx(rows["moved"]["constant_alpha"], abs=NEAR)
+    as_it_is, _, to_constant = [torch.tensor(heads["alpha"]) for heads in lists["heads"]]  # (L, H) each
+    torch.testing.assert_close(as_it_is, first.mean(0).float(), atol=NEAR, rtol=0)
+    assert to_constant.mean() == pytest.approx(rows["moved"]["constant_alpha"], abs=NEAR)
 
 
 def test_constants_are_kept_in_a_file(tmp_path, monkeypatch):

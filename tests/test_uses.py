@@ -98,7 +98,7 @@ def test_rounding_has_a_row_for_each_way(tmp_path):
     changed = attention.with_constants(model, attention.constants_at(model, others))
     with rounded_inputs(changed, "token"), rounded_weights(changed, "token"):
         loss = alpha_and_loss(changed, measured)[2]["loss"]
-    assert [row["kind"] for row in rows] == 5 * ["unchanged"] + 5 * ["transplanted"]
+    assert [row["kind"] for row in rows] == 5 * ["unchanged"] + 5 * ["moved"]
     assert (rows[-1]["rounded"], rows[-1]["scale"], rows[-1]["loss"]) == ("inputs and weights", "token", loss)
     states = []
     with torch.inference_mode():
@@ -109,4 +109,7 @@ def test_rounding_has_a_row_for_each_way(tmp_path):
 def test_mistakes(tmp_path):
     words = ("reproduce.uses", "streaming", "--model", "tiny_llama", "--out", tmp_path)
     assert_refused(run_here(*words, "--sequence-length", 256), "--window 256: expected less")
-    assert_refused(run_here(*words, "--sequence-length", 64, "--window", 8), "no cache")
+    few = ("--sequence-length", 24, "--window", 8)
+    assert_refused(run_here(*words, *few), "no cache")
+    build("gpt2").save_pretrained(tmp_path / "gpt2")
+    assert_refused(run_here(*words, *few, "--model", tmp_path / "gpt2"), "more than distances")

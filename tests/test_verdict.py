@@ -201,16 +201,15 @@ def random_rows(count: int) -> torch.Tensor:
     return torch.randn(count, 64, generator=torch.Generator().manual_seed(0))
 
 
-def fused(weights: dict, interleaved=False, exchanged=False) -> dict:
-    """Gate and up in one matrix: its rows in turn, or one half above the other."""
+def fused(weights: dict, turns=1, exchanged=False) -> dict:
+    """Gate and up in one matrix: one above the other, or in several turns."""
     others = changed(weights, {"gate_proj": "", "up_proj": ""})
     for layer in range(3):
         mlp = f"model.layers.{layer}.mlp."
-        pair = [weights[f"{mlp}{view}_proj.weight"] for view in ("gate", "up")]
+        pair = [weights[f"{mlp}{view}_proj.weight"].view(turns, -1, 64) for view in ("gate", "up")]
         if exchanged:
             pair.reverse()
-        both = torch.stack(pair, 1).flatten(0, 1) if interleaved else torch.cat(pair)
-        others[f"{mlp}gate_up_proj.weight"] = both
+        others[f"{mlp}gate_up_proj.weight"] = torch.cat(pair, 1).flatten(0, 1)
     return others
 
 
@@ -257,7 +256,7 @@ def with_a_narrow_table(weights: dict) -> dict:
     return weights | {name: weights[name][:, :32] for name in TABLES}
 
 
-IN_TURN = partial(fused, interleaved=True)
+IN_TURN = partial(fused, turns=96)
 PQR = {"gate_proj": "p", "up_proj": "r", "down_proj": "q"}
 RPQ = {"gate_proj": "r", "up_proj": "p", "down_proj": "q"}
 DBRX = {"mlp.gate_proj.weight": "ffn.experts.mlp.w1", "mlp.up_proj.weight": "ffn.experts.mlp.v1"}
@@ -268,6 +267,8 @@ FOUND = {  # what was done to the base, and to a hidden child or a stranger
     "DBRX": (DBRX, DBRX),
     "layers moved, no head": ({}, {"lm_head.weight": "", "layers.0.": "layers.3."}),
     "halves and in turn": (fused, IN_TURN),
+    "apart, and of eight processes": ({}, partial(fused, turns=8)),
+    "of four and of eight processes": (partial(fused, turns=4), partial(fused, turns=8, exchanged=True)),
     "beside a stranger": ({}, beside_a_stranger),
     "few tokens": ({}, first_tokens),
     "a huge token": ({}, with_a_huge_token),
@@ -431,6 +432,43 @@ def test_layers_at_other_places(tmp_path):
         renamed = changed(weights, PQR | {"layers.": "block_"})
         answer, sentence = judged(BASE, folder_with(tmp_path / str(len(layers)), renamed))
         assert answer == verdict, sentence
+
+
+MOVED = PQR | {".1.": ".2."}
+COPIED = {  # matrices that a stranger has of the base, bit for bit, in place of its own; what is said then
+    "an MLP": (
+        ".1.mlp.",
+        ".2.mlp.",
+        MOVED,
+        "MLPs of layer 3 are bit for bit MLPs of the base's layer 2,",
+    ),
+    "each MLP": (".mlp.", ".mlp.", PQR, "MLPs of layers 1-3 are bit for bit MLPs of the base's layers"),
+    "a matrix": ("1.mlp.up", "1.mlp.up", {}, "a part may have been copied"),
+    "it moved": (
+        ".1.self_attn.q",
+        "none",
+        {"1.self_attn.q_proj": "2.mix"},
+        "are the base's bit for bit, but no whole MLP or layer",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", COPIED)
+def test_equal_bits_anywhere_are_evidence(case):
+    """Beside another attention and table, under other names; but not those of a formula, in each layer."""
+    part, place, names, said = COPIED[case]
+    base, stranger = weights_of(BASE), weights_of(STRANGER)
+    copied = {name: weight for name, weight in base.items() if part in name}
+    others = {name: weight for name, weight in stranger.items() if place not in name}
+    formula = {f"model.layers.{layer}.dft.x": random_rows(64).cos() for layer in range(3)}
+    others, stranger = (weights | changed(formula, {"x": "y"}) for weights in (others, stranger))
+    base, others, stranger = (
+        disguise.as_source(weights, CONFIG)
+        for weights in (base | formula, others | changed(copied, names), stranger)
+    )
+    answer, sentence = judged(base, others)
+    assert answer == (SAME_BIRTH if case == "each MLP" else INCONCLUSIVE) and said in sentence, sentence
+    assert judged(base, stranger)[0] == NO_EVIDENCE
 
 
 def as_tokenizer_json(place, ids: dict) -> None:
