@@ -130,7 +130,7 @@ def train_all(runs) -> None:
 
 
 def lineage(settings: RunSettings):
-    """Ask `compare`, the paper's test and four baselines about the pairs in the paper's tables (90 minutes)"""
+    """Ask `compare`, the paper's test and four baselines about the pairs in the paper's tables (90 min)"""
     runtime.start(settings)  # fail before hours of training if --out cannot be written
     runs = lineage_runs()
     train_all(runs.values())
