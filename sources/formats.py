@@ -104,7 +104,7 @@ def beginning(path):
     if not isfile(path):
         return ""
     check_regular(path)
-    ranges.need(path, 0, 64)
+    ranges.need(Path(path), 0, 64)
     with open(path, "rb") as file:
         return file.read(64).decode("latin-1")
 

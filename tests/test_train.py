@@ -435,7 +435,7 @@ def test_another_data_set_is_refused(copied):
     path = checkpoint.steps(copied)[-1] / "state.json"
     state = json.loads(path.read_text())
     path.write_text(json.dumps(state | {"data": state["data"][::-1]}))
-    assert_refused(run_here("train.py", "--resume", "--out", copied), "another data set")
+    assert_refused(run_here("train.py", "--resume", "--out", copied), "is not the data set")
 
 
 def test_continual_training_from_a_checkpoint(tokens, whole, tmp_path):
