@@ -11,22 +11,22 @@ def rounded_losses(model, tokens, before):
     """The losses with 8-bit inputs of all projections, which huge numbers make coarse; {} for experts."""
     losses = {}
     for scale in ("tensor", "token") if model.linears else ():
-        with rounded_inputs(model, scale):
+        with rounded_inputs(model, scale, tokens.shape[1]):
             losses[f"loss_8bit_{scale}"] = alpha_and_loss(model, tokens, before=before)[2]["loss"]
     return losses
 
 
 @contextlib.contextmanager
-def rounded_inputs(model, scale):
+def rounded_inputs(model, scale, T):
     """Within this context the blocks' projections read 8-bit inputs: -127 to 127, times a step.
 
-    With `token` each position has its own step; with `tensor` one step serves a whole sequence.
+    With `token` each position has its own step; with `tensor` one step serves a whole sequence, of T tokens.
     """
     dims = {"token": (2,), "tensor": (1, 2)}[scale]
 
     def hook(module, inputs):
-        (x,) = inputs  # (B, T, d)
-        return rounded(x, dims)
+        (x,) = inputs  # (B, T, d), or (B T, d)
+        return rounded(x.reshape(-1, T, x.shape[-1]), dims).view(x.shape)
 
     with contextlib.ExitStack() as stack:
         for module in model.linears:

@@ -73,7 +73,7 @@ def test_rounded_inputs_by_hand(scale):
     handle = query.register_forward_hook(lambda module, inputs, output: read.append(inputs[0]))
     with torch.inference_mode():
         model.hidden(tokens)
-        with rounded_inputs(model, scale):
+        with rounded_inputs(model, scale, 10):
             model.hidden(tokens)
         model.hidden(tokens)
     handle.remove()
@@ -152,7 +152,7 @@ def test_rows_are_what_their_kinds_say(tmp_path):
     with model.hidden_units(zero_units(activity.builders(activity.layer, needed))):
         expected, _ = effects(model, tokens, builder, 0)
     assert rows["builders of 99 % at zero", 12].items() >= expected.items()
-    with rounded_inputs(changed, "token"):
+    with rounded_inputs(changed, "token", 12):
         expected, _ = effects(changed, tokens, builder, 0)
     assert rows["moved", 12]["loss_8bit_token"] == expected["loss"]
     front = [row for (kind, T), row in rows.items() if kind.startswith("token in front") and T == 12]
