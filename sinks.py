@@ -298,15 +298,15 @@ def tell_bos(rows) -> None:
     for label, by_kind in rates.items():
         kinds = ("BOS first", f"BOS at position {ELSEWHERE}", "no BOS")
         first, elsewhere, without = [np.mean(by_kind[kind]) for kind in kinds]
-        where = "position 1, with BOS there or without"
-        if max(first, without) < 1:
-            where = "neither BOS nor position 1"
+        where = "sinks on position 1, with BOS there or without"
+        if max(first, elsewhere, without) < 1:
+            where = "hardly sinks on BOS or position 1"
         elif without < first / 2:
-            where = "BOS, not on position 1"
+            where = "sinks on BOS, not on position 1"
         elif first < without / 2:
-            where = "position 1, but not on BOS there"
+            where = "sinks on position 1, but not on BOS there"
         said = f"{first:.1f} % of heads on BOS at position 1, {elsewhere:.1f} % on BOS at {ELSEWHERE}"
-        print(f"{label} sinks on {where}: {said}, and {without:.1f} % on position 1 without BOS")
+        print(f"{label} {where}: {said}, and {without:.1f} % on position 1 without BOS")
 
 
 def transplant(settings: TransplantSettings, cases_of=transplant_cases):

@@ -6,16 +6,16 @@ from torch import nn
 
 
 @contextlib.contextmanager
-def rounded_inputs(model, scale):
+def rounded_inputs(model, scale, T):
     """Within this context the blocks' projections read 8-bit inputs: -127 to 127, times a step.
 
-    With `token` each position has its own step; with `tensor` one step serves a whole sequence.
+    With `token` each position has its own step; with `tensor` one step serves a whole sequence, of T tokens.
     """
     dims = {"token": (2,), "tensor": (1, 2)}[scale]
 
     def hook(module, inputs):
-        (x,) = inputs  # (B, T, d)
-        return rounded(x, dims)
+        (x,) = inputs  # (B, T, d), or (B T, d)
+        return rounded(x.reshape(-1, T, x.shape[-1]), dims).view(x.shape)
 
     with contextlib.ExitStack() as stack:
         for module in model.linears:

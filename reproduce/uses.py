@@ -70,7 +70,7 @@ def roundings(settings: UseSettings, spec, model):
         for parts, scale in ways:
             with contextlib.ExitStack() as stack:
                 if parts is not None:
-                    stack.enter_context(rounded_inputs(some, scale))
+                    stack.enter_context(rounded_inputs(some, scale, read.shape[1]))
                 if parts == "inputs and weights":
                     stack.enter_context(rounded_weights(some, scale))
                 losses = alpha_and_loss(some, read, before=before)[2]

@@ -90,6 +90,8 @@ class Spec:
         if self.is_newborn:
             return None
         names = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
+        if not self.is_ours:
+            names = ("tokenizer.json", "tokenizer.model")  # as transformers takes them
         paths = [formats.folder_of(self.place) / name for name in names]
         return next(filter(isfile, paths), None)
 

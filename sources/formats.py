@@ -442,9 +442,10 @@ def window_of(raw, num_layers, place):
 
 
 def is_ours(place):
-    """Was a checkpoint saved here: as a step of a run, or with a mark of its own?"""
-    raw = raw_config(place) or {}
-    return raw.get("model_type") == OURS or OURS in raw or exists(folder_of(place) / "state.json")
+    """Was a checkpoint saved here: with a mark of its own, or, earlier, as a step of a run?"""
+    raw, folder = raw_config(place) or {}, folder_of(place)
+    is_step = exists(folder / "state.json") and exists(folder.parent / "settings.json")
+    return raw.get("model_type") == OURS or OURS in raw or is_step
 
 
 def parameter_shapes(config):

@@ -58,10 +58,15 @@ class TextSettings(RunSettings):
 
 
 def text_of(settings: TextSettings, spec):
-    """The name of what `read_tokens` reads for a spec; stderr gets a line if it has no known tokenizer."""
+    """The name of what `read_tokens` reads for a spec; stderr gets a line if it lacks a tokenizer or BOS."""
+    file = settings.tokenizer or spec.tokenizer_file
+    if settings.bos == "always" and file is not None:
+        tokenizer = load_tokenizer(str(file))
+        if tokenizer.bos == tokenizer.eos:
+            print(f"{spec.label}: EOS, {tokenizer.eos}, stands in BOS's place", file=sys.stderr)
     if settings.text is not None:
         return settings.text
-    if settings.tokenizer is not None or spec.tokenizer_file is not None:
+    if file is not None:
         return "docstrings"
     if not spec.is_newborn:
         hint = "it reads random tokens; name one with --tokenizer"

@@ -28,10 +28,12 @@ from torch import Tensor
 from transformers.integrations.moe import ExpertsInterface
 from transformers.modeling_utils import AttentionInterface
 
+from lib.settings import UserError
 from sources.parts import down_of, find_blocks, find_units, is_linear
 
 QUERIES = 256  # whose weights are in memory at a time
 POSITIONS = 512  # whose logits are
+CONTEXTS = ("max_position_embeddings", "max_target_positions")  # names of a model's longest input
 UNKNOWN_CONTEXT = 2048  # positions of a model that does not say how many it can read
 
 
@@ -49,7 +51,8 @@ class Shape:
 def shape_of(config):
     """The Shape that a configuration of `transformers` tells."""
     text = config.get_text_config(decoder=True)
-    context = getattr(text, "max_position_embeddings", None) or UNKNOWN_CONTEXT
+    found = [getattr(text, name, None) for name in CONTEXTS]
+    context = next(filter(None, found), UNKNOWN_CONTEXT)
     return Shape(text.vocab_size, context, getattr(text, "hidden_size", 0))
 
 
@@ -99,14 +102,18 @@ class Lens:
     @torch.no_grad()
     def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None) -> Tensor:
         """Final states, (B, T, d), of tokens (B, T) or of embeddings (B, T, d), as `Transformer.hidden`."""
-        if inputs.shape[1] > self.config.context_length:
-            raise ValueError(
-                f"{inputs.shape[1]} positions exceed the context of {self.config.context_length}"
-            )
+        T = inputs.shape[1]
+        if T > self.config.context_length:
+            raise ValueError(f"{T} positions exceed the context of {self.config.context_length}")
         name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"
         on_state = None if "states" in self.lacks else on_state
         with Pass(self, inputs.shape[:2], on_state, on_heads).watching():
-            states = self.trunk(**{name: inputs}, use_cache=False, return_dict=True).last_hidden_state
+            try:
+                states = self.trunk(**{name: inputs}, use_cache=False, return_dict=True).last_hidden_state
+            except (IndexError, RuntimeError) as error:
+                if "out of bounds" not in str(error):
+                    raise
+                raise UserError(f"{T} positions are too many for its tables: {error}") from None
         return states[:, -1] if last_only else states
 
     @torch.no_grad()

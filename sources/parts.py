@@ -57,29 +57,30 @@ def find_blocks(model, tokens):
 
 def find_units(lens, tokens) -> None:
     """Fill in a Lens: the layers that attend; by layer its banks, and the map that its heads enter."""
-    seen = []  # in order: a layer and its heads or its state; or a map, what enters and leaves it
+    seen = []  # in order: a layer and its heads or its state; or a map, what enters and leaves it, its part
 
-    def note(kind, module, inputs, output) -> None:
-        seen.append((kind, module, inputs[0], output))
+    def note(kind, part, module, inputs, output) -> None:
+        seen.append((kind, module, inputs[0], output, part))
 
     with contextlib.ExitStack() as stack:
         for block in lens.blocks:
             mixing = {part for mixer in mixers_of(block) for part in mixer.modules()}
-            for module in block.modules():
-                if is_linear(module) or is_stacked(module):
-                    hook = partial(note, "mixing" if module in mixing else "map")
-                    stack.enter_context(module.register_forward_hook(hook))
+            for part in block.modules():
+                for module in part.children():
+                    if is_linear(module) or is_stacked(module):
+                        hook = partial(note, "mixing" if module in mixing else "map", part)
+                        stack.enter_context(module.register_forward_hook(hook))
         lens.hidden(
             tokens,
-            on_state=lambda layer, x: seen.append(("state", layer, x, None)),
-            on_heads=lambda layer, heads, *_: seen.append(("heads", layer, heads.transpose(1, 2), None)),
+            on_state=lambda layer, x: seen.append(("state", layer, x, None, None)),
+            on_heads=lambda at, heads, *_: seen.append(("heads", at, heads.transpose(1, 2), None, None)),
         )
-    streams = {x.shape for kind, _, x, _ in seen if kind == "state"}
+    streams = {x.shape for kind, _, x, *_ in seen if kind == "state"}
     d = seen[-1][2].shape[-1]
     if len(streams) > 1 or len(seen[-1][2].shape) != 3:
         lens.lacks["states"] = f"the stream has several parts, {[*seen[-1][2].shape]}"
     maps, heads = [], None
-    for kind, what, x, output in seen:
+    for kind, what, x, output, part in seen:
         if kind == "heads":
             if what in lens.attending:
                 raise UserError(f"layer {what} attends twice")
@@ -88,21 +89,28 @@ def find_units(lens, tokens) -> None:
         elif kind == "mixing" and heads is not None and torch.equal(x.flatten(), heads):
             lens.outputs[lens.attending[-1]] = what
         elif kind == "map" and isinstance(output, Tensor) and output.shape[-1] == d:  # a router returns more
-            maps.append((what, x, output))
+            maps.append((what, x, output, part))
         elif kind == "state":
             lens.config.num_layers = what
-            add_banks(lens, what, maps, tokens.numel())
+            add_banks(lens, what, maps, tokens.numel(), d)
             maps, heads = [], None
     if not lens.banks:
         lens.lacks["units"] = "no linear map onto the stream was seen outside attention"
 
 
-def add_banks(lens, layer, maps, count) -> None:
-    """Note the banks of a layer: those of its widest linear maps, and of stacked experts."""
-    widest = max([x.shape[-1] for module, x, _ in maps if is_linear(module)], default=0)
+def add_banks(lens, layer, maps, count, d) -> None:
+    """Note the banks of a layer: those of its widest linear maps, and of stacked experts.
+
+    Where units are as many as the stream is wide, the maps that make them lead onto d numbers, too: of a part
+    the map that is called last is taken, and of several parts none.
+    """
+    widest = max([x.shape[-1] for module, x, *_ in maps if is_linear(module)], default=0)
+    last = {part: module for module, x, _, part in maps if is_linear(module) and x.shape[-1] == widest}
+    if widest == d and len(last) > 1:
+        lens.lacks["units"] = f"which maps of layer {layer} make them, and which read them, is not told"
     first = 0
-    for module, x, output in maps:
-        if is_linear(module) and x.shape[-1] < widest:
+    for module, x, output, part in maps:
+        if is_linear(module) and (x.shape[-1] < widest or (widest == d and module is not last[part])):
             continue
         bank = Bank(module, first, down_of(module))
         first += bank.count

@@ -90,6 +90,7 @@ def stranger_config(place):
         kind = raw.get("model_type")
         if raw.get("is_encoder_decoder") or kind not in list(CONFIG_MAPPING):
             raise UserError(f"{place}: a model of type {kind!r} is no decoder that transformers knows")
+        raw = transformers.PreTrainedConfig._decode_special_floats(raw)  # as infinity is saved
         config = CONFIG_MAPPING[kind].from_dict({key: raw[key] for key in raw if key not in DROPPED})
         config._attn_implementation = "eager"  # whatever it says; of its parts, too
         if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -207,10 +208,21 @@ def converted(path):
             raise UserError(
                 f"{path}: {min(map(str, info['missing_keys'] or info['mismatched_keys']))} is missing"
             )
+        check_all_read(path, header, model)
         with atomic_folder(folder) as new:
             model.save_pretrained(new)
             write_tokenizer(path, header.values, new)
     return folder
+
+
+def check_all_read(path, header, model) -> None:
+    """UserError if a file has more numbers than reached the model: transformers drops some in silence."""
+    state = model.state_dict()
+    reached = sum({weight.data_ptr(): weight.numel() for weight in state.values()}.values())  # once if tied
+    unread = sum(math.prod(tensor.shape) for tensor in header.tensors.values()) - reached
+    if unread > 0:
+        name = min(header.tensors.keys() - state.keys(), default="a tensor")
+        raise UserError(f"{path}: transformers drops {unread:,} numbers, such as {name}: take safetensors")
 
 
 def follow_header(path, header, config) -> None:
@@ -225,15 +237,17 @@ def follow_header(path, header, config) -> None:
         raise UserError(f"{path}: its factors of RoPE, {factors[0]}, are not followed: take safetensors")
     if TOKEN_TABLE in header.tensors:  # a header need not say
         config.vocab_size = header.tensors[TOKEN_TABLE].shape[0]
+    if "context_length" in said:  # which transformers drops for GPT-2
+        config.max_position_embeddings = said["context_length"]
     if name in GEMMAS:
         is_largest = said["block_count"] == GEMMAS[name]
         width = said["embedding_length"] // said["attention.head_count"]
         config.query_pre_attn_scalar = width if is_largest else said["attention.key_length"]
-    rope = config.rope_parameters or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     rope = rope if "rope_type" in rope else rope.get("full_attention", {})
     if said.get("rope.scaling.type") == "linear":
         rope |= {"rope_type": "linear", "factor": said["rope.scaling.factor"]}
-    known = config.to_dict() | rope
+    known = {name: getattr(config, name) for name in config.attribute_map} | config.to_dict() | rope
     known.setdefault("head_dim", known["hidden_size"] // known["num_attention_heads"])
     known.setdefault("rotary_dim", known["head_dim"] * known.get("partial_rotary_factor", 1))
     for key, value in said.items():

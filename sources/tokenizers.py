@@ -137,7 +137,10 @@ def tiktoken_tokenizer(name):
 
 
 def json_tokenizer(path, content, bos=None, eos=None, adds_bos=None):
-    """The tokenizer of a tokenizer.json's bytes; `bos` and `eos` are text, or None for its own."""
+    """The tokenizer of a tokenizer.json's bytes; `bos` and `eos` are text, or None for its own.
+
+    BOS is added if the file itself adds it, as in transformers, or `adds_bos` says so.
+    """
     with as_user_error(path):
         coder = tokenizers.Tokenizer.from_buffer(content)
         coder.no_truncation()
@@ -147,7 +150,6 @@ def json_tokenizer(path, content, bos=None, eos=None, adds_bos=None):
         vocab_size = 1 + max(coder.get_vocab().values())
         special = {token.content for token in coder.get_added_tokens_decoder().values() if token.special}
     begins = encoding.special_tokens_mask[:1] == [1]
-    adds_bos = begins if adds_bos is None else adds_bos
     if bos is None and begins:
         bos = encoding.tokens[0]
     if eos is None:
@@ -160,7 +162,7 @@ def json_tokenizer(path, content, bos=None, eos=None, adds_bos=None):
     bos, eos = (None if token is None else coder.token_to_id(token) for token in (bos, eos))
     bos = eos if bos is None else bos
     decode = functools.partial(coder.decode, skip_special_tokens=False)
-    kept = ("tokenizer.json", content, None, lambda: content, adds_bos, tuple(special))
+    kept = ("tokenizer.json", content, None, lambda: content, begins or bool(adds_bos), tuple(special))
     return Tokenizer(vocab_size, bos, eos, encode, decode, *kept)
 
 

@@ -180,12 +180,14 @@ def test_other_architectures_are_compared_only(tmp_path):
     [
         ({"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}, "llama.rope.scaling.type = yarn"),
         ({"rope.dimension_count": 4}, "a.gguf"),
+        ({}, "drops 32 numbers, such as .*q_proj.bias"),
         ({"rope.dimension_count": 8, "rope.scaling.factor": 1.0, "rope.scaling.type": "none"}, None),
     ],
 )
-def test_what_a_header_says_of_rope_is_followed_or_refused(said, word, tmp_path):
+def test_what_a_file_says_is_followed_or_refused(said, word, tmp_path):
     model = random_model(KINDS["llama"])
-    path = write(tmp_path / "a.gguf", "llama", model, said=said)
+    more = () if said else ["blk.0.attn_q.bias"]
+    path = write(tmp_path / "a.gguf", "llama", model, more=more, said=said)
     pytest.importorskip("accelerate")
     if word is None:
         assert checkpoint.parse_spec(str(path)).config.context_length == 700
@@ -229,15 +231,18 @@ def test_every_kind_of_numbers_is_unpacked_or_refused(tmp_path):
 
 
 def test_a_tokenizer_json(coder, tmp_path):
-    """Its truncation is not heeded; without a config beside it, BOS is what it puts before a text."""
+    """Its truncation is not heeded; BOS is what it puts before a text, whatever a config beside it says."""
     path = tmp_path / "tokenizer.json"
     whole = coder.encode(TEXT).ids
     coder = tokenizers.Tokenizer.from_str(coder.to_str())
     coder.enable_truncation(3)
     coder.post_processor = tokenizers.processors.TemplateProcessing("<|end|> $A", None, [("<|end|>", 0)])
     coder.save(str(path))
+    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs("a").input_ids[0] == 0
     tokenizer = data.load_tokenizer(str(path))
-    assert tokenizer.encode([TEXT]) == [whole] and tokenizer.bos == 0
+    assert tokenizer.encode([TEXT]) == [whole] and tokenizer.bos == 0 and tokenizer.adds_bos
 
 
 def test_a_child_keeps_the_tokenizer(tiny, coder, tmp_path, monkeypatch):

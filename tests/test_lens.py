@@ -8,16 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
-from transformers import DynamicCache
+from transformers import DynamicCache, WhisperConfig
 
 from lib.settings import UserError
 from measure.attention import constants_at
 from measure.constants import read_constants, save_constants
+from measure.rounding import rounded_inputs
 from measure.units import after_layer, observe, zero_units
-from reproduce.architectures import build, errors_of
+from reproduce.architectures import TINY, build, errors_of
 from sources import check as checks
-from sources import strangers
-from sources.lens import Lens
+from sources import checkpoint, strangers
+from sources.lens import Lens, shape_of
 
 FAMILIES = "gpt2 gpt_neox gemma2 gemma3_text olmo2 phi3 qwen3 mixtral gpt_oss deepseek_v3".split()
 WITHIN = 6  # positions, within the tiny models' window
@@ -156,6 +157,57 @@ def test_builders_behind_a_norm(model_type):
     assert spearmanr(torch.stack(lost), added).statistic > 0.98  # the norm of all others changes a little
 
 
+@pytest.mark.parametrize("model_type, lacks", [("llama", ()), ("phi", ()), ("bert", {"units"})])
+def test_units_as_many_as_the_stream_is_wide(model_type, lacks, monkeypatch):
+    """What enters the maps that make them is no unit; where nothing tells these maps, none is seen."""
+    monkeypatch.setitem(TINY["special"], model_type, {"intermediate_size": 64, "is_decoder": True})
+    lens = Lens(build(model_type))
+    checks.check(lens)
+    assert lens.lacks.keys() == set(lacks)
+    if not lacks:
+        assert {sum(bank.count for bank in banks) for banks in lens.banks.values()} == {64}
+        assert not lens.normed_layers and errors_of(lens)["units"] < 1e-6
+
+
+def test_sharp_attention_has_constants():
+    """Scores in the thousands, where rounding of a key by 1e-7 changes weights by 1e-4."""
+    model = build("llama")
+    for block in model.model.layers:
+        block.self_attn.q_proj.weight.data *= 1000
+    lens = Lens(model)
+    checks.check(lens)
+    assert not lens.lacks
+
+
+def test_units_in_bfloat16_write_as_they_are():
+    lens = Lens(build("gpt_neox").bfloat16())
+    checks.check(lens)
+    assert not lens.lacks and not lens.normed_layers
+    lens = Lens(build("gemma2").bfloat16())
+    checks.check(lens)
+    assert lens.normed_layers == lens.attending
+
+
+def test_more_positions_than_tables_have():
+    """RoBERTa's positions begin behind that of padding: its last one or two have no row."""
+    lens = Lens(build("roberta"))
+    tokens = torch.full((1, lens.config.context_length), 9)
+    with pytest.raises(UserError, match="positions are too many"):
+        lens.hidden(tokens)
+    assert shape_of(WhisperConfig(max_target_positions=77)).context_length == 77
+
+
+@torch.no_grad()
+def test_rounded_inputs_of_flattened_sequences():
+    """OPT's layers read (B T, d): each sequence still has a step of its own, as it has alone."""
+    lens = Lens(build("opt"))
+    tokens = lens.probe_tokens()
+    for scale in ("tensor", "token"):
+        with rounded_inputs(lens, scale, tokens.shape[1]):
+            both, second = lens.hidden(tokens), lens.hidden(tokens[1:])
+        torch.testing.assert_close(both[1:], second, rtol=0, atol=1e-5)
+
+
 # ---- from a folder -----------------------------------------------------------------------------------------
 
 
@@ -177,7 +229,14 @@ def change_tensors(folder, change):
 
 
 def test_a_folder_opens(folder):
+    """Infinity is written as transformers writes it; a state.json does not make it ours."""
     change_config(folder, auto_map={"AutoModelForCausalLM": "evil.Model"}, _attn_implementation="some/kernel")
+    change_config(folder, limits=[0.0, {"__float__": "Infinity"}])
+    assert strangers.stranger_config(folder).limits == [0.0, torch.inf]
+    for name in ("state.json", "tokenizer.json", "tokenizer.model"):
+        (folder / name).write_text("{}")
+    spec = checkpoint.parse_spec(str(folder))
+    assert not spec.is_ours and spec.tokenizer_file.name == "tokenizer.json"  # as in transformers
     lens = strangers.open_lens(folder)
     tokens = lens.probe_tokens()
     assert torch.equal(lens.hidden(tokens), Lens(build("llama")).hidden(tokens))
@@ -231,6 +290,9 @@ def test_a_header_is_followed():
     strangers.follow_header("file", header("llama", **said), config)
     assert config.rope_parameters["rope_type"] == "linear"
     assert config.rope_parameters["factor"] == 8.0
+    config = build("gpt2").config
+    strangers.follow_header("file", header("gpt2", context_length=77, attention__head_count=4), config)
+    assert config.n_positions == 77
     config = build("gemma3_text").config
     said = {"embedding_length": 64, "attention__head_count": 4, "attention__key_length": 16}
     strangers.follow_header("file", header("gemma3", block_count=62, **said), config)

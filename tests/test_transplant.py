@@ -73,7 +73,7 @@ def test_rounded_inputs_by_hand(scale):
     handle = query.register_forward_hook(lambda module, inputs, output: read.append(inputs[0]))
     with torch.inference_mode():
         model.hidden(tokens)
-        with rounded_inputs(model, scale):
+        with rounded_inputs(model, scale, 10):
             model.hidden(tokens)
         model.hidden(tokens)
     handle.remove()

@@ -96,7 +96,7 @@ def test_rounding_has_a_row_for_each_way(tmp_path):
     rows = uses.roundings(settings, saved(model, tmp_path), model)["rows"]
     measured, others = random_tokens(0, range(11), 12, 97).split((7, 4))
     changed = attention.with_constants(model, attention.constants_at(model, others))
-    with rounded_inputs(changed, "token"), rounded_weights(changed, "token"):
+    with rounded_inputs(changed, "token", 12), rounded_weights(changed, "token"):
         loss = alpha_and_loss(changed, measured)[2]["loss"]
     assert [row["kind"] for row in rows] == 5 * ["unchanged"] + 5 * ["moved"]
     assert (rows[-1]["rounded"], rows[-1]["scale"], rows[-1]["loss"]) == ("inputs and weights", "token", loss)
