@@ -15,7 +15,8 @@ What follows, `judge_stacks` and `judge_models` say. On what measurement each nu
 
     number                 why (results/robustness.json, unless another place is named)
     BASE_SHARE, BASE_R     language models that never met share up to 34 % of a layer, with an r below 0.26;
-                           children have more than 0.28, and above 0.6 if they were not pruned to a tenth
+                           children have more than 0.28, and above 0.6 if they were not pruned to a tenth;
+                           of fewer of a layer's experts it is not the base's
     HALF, LATE             before the last quarter of their depth such models share at most 11 %, children
                            under noise of twice their weights' std 99 %, however weakly (r = 0.18)
     DEEP                   the first layer of such models shares up to 10 %; of fewer it is a middle one
@@ -32,6 +33,7 @@ What follows, `judge_stacks` and `judge_models` say. On what measurement each nu
 """
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -207,6 +209,19 @@ def distinct(pairs):
     return min(len({layer for layer, _ in pairs}), len({base_layer for _, base_layer in pairs}))
 
 
+def layers_of_base(pair):
+    """Which layers of the suspect are which of the base's? Of a layer's experts BASE_SHARE must be."""
+    rows = defaultdict(list)
+    for row in pair.rows:
+        rows[row.layer].append(row)
+    told = []
+    for layer, experts in rows.items():
+        found = [(layer, row.base_layer) for row in experts if row.ground]
+        if len(found) >= BASE_SHARE * len(experts):
+            told += found
+    return told
+
+
 def is_above_strangers(pair):
     """Is more matched in some layer than in layers of unrelated models that stand there?"""
     shared = [row for row in pair.match.rows if row.is_beyond_chance]
@@ -216,12 +231,14 @@ def is_above_strangers(pair):
 def judge_stacks(pair):
     """The verdict of two stacks, and the rule that gave it."""
     depth = len({row.layer for row in pair.rows})
-    layers = distinct([(row.layer, row.base_layer) for row in pair.rows if row.base_layer])
+    layers = distinct(layers_of_base(pair))
     undecided = "body" not in pair.coordinates or pair.coordinates["body"]["p"] <= UNDECIDED_P
     if pair.bare:
         return INCONCLUSIVE, "bare"
-    if layers:
-        return (SAME_BIRTH, "layers") if layers >= min(2, depth) else (INCONCLUSIVE, "one layer")
+    if layers and layers >= min(2, depth):
+        return SAME_BIRTH, "layers"
+    if any(row.ground for row in pair.rows):
+        return INCONCLUSIVE, "one layer"
     if pair.agrees("body"):
         return INCONCLUSIVE, "coordinates"
     if pair.has_equal:

@@ -127,7 +127,7 @@ def reason_of(pair, proviso):
         case "layers":
             return "; ".join([*found(pair), *changes(pair), table_phrase(pair)])
         case "one layer":
-            copied = "but no other layer's: one layer may have been copied"
+            copied = "but no other layer's, or few experts of each: a part may have been copied"
             return f"{'; '.join(found(pair))}, {copied}; {table_phrase(pair)}; {REMEDY}"
         case "coordinates":
             few = "but not in every kind of matrix of two layers: a part may have been copied"

@@ -53,9 +53,7 @@ def errors(settings: Settings):
     for model, scheme, inputs in progress(births, desc="errors"):
         p_values = p_of_states(model, scheme, inputs, settings, experiment)
         rows += error_rates(p_values, {"inputs": inputs, "scheme": scheme, "model": model})
-    for model in progress(
-        settings.model, desc="errors of weights"
-    ):  # scaled weights do not depend on the scheme
+    for model in progress(settings.model, desc="errors of weights"):  # which no scheme changes, once scaled
         key = {"inputs": "weights", "scheme": settings.schemes[0], "model": model}
         newborns = [Newborn(PRESETS[model], seed) for seed in range(1, settings.num_births + 1)]
         for each in newborns:

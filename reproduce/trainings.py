@@ -136,7 +136,7 @@ def lineage(settings: RunSettings):
     train_all(runs.values())
     experiment = Experiment.begin(
         "lineage", "BB Tables 4, 5, 8-12", settings
-    )  # starts the clock after training
+    )  # after training: a clock starts
     learned = runs["llama", BASE, 1]
     data = TokenData(default_folder(learned.source, learned.tokenizer))
     tokens = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)

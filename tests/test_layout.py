@@ -345,6 +345,13 @@ def test_a_plain_mlp_beside_experts():
         suspect[name] = torch.cat([suspect[name][:2], base[name][:1]])
     answer, sentence = judged(base, suspect)
     assert answer == INCONCLUSIVE and "are bit for bit MLPs of the base's layer 2, but" in sentence, sentence
+    suspect = weights_of(STRANGER)  # one expert of ten in each layer, bit for bit
+    for layer in range(3):
+        for part in ("input", "output"):
+            name = f"{LAYER}{layer}.block_sparse_moe.{part}_linear.weight"
+            suspect[name] = torch.cat([base[name][:1], drawn(layer, 8, *base[name].shape[1:])])
+    answer, sentence = judged(base, suspect)
+    assert answer == INCONCLUSIVE and "or few experts of each" in sentence, sentence
     others = with_experts(weights_of(BASE), 2)  # new experts on the base's MLPs
     answer, sentence = judged(base, others)
     assert answer == SAME_BIRTH and "of 3 of 3 layers were matched" in sentence, sentence
