@@ -1,18 +1,18 @@
-"""Do two models go back to one birth, and which seed was it? (BB 5 and 6.1; matching units is ours)
+"""Do two models share an initialization, and which seed was it? (BB 5 and 6.1; matching neurons is ours)
 
     python seedprint.py compare BASE SUSPECT               # ORG/NAME of the Hub, folders, files, nano_gpt2@42
     python seedprint.py matrix MODEL MODEL MODEL           # all pairs, and a family tree
     python seedprint.py identify SUSPECT --seeds 0 99999   # which seed of init.py?
-    python seedprint.py paper BASE SUSPECT STRANGER        # SeedPrint, the paper's own test
-    python seedprint.py persistence RUN                    # does the birth fade in training?
+    python seedprint.py paper BASE SUSPECT                 # SeedPrint, the paper's test
+    python seedprint.py persistence RUN                    # does the initialization fade in training?
 
-SeedPrint: two models read the same random inputs. A model orders them by each dimension of its final states,
-and Kendall's tau says how far the two agree on that order; two Gaussian matrices tell what chance gives.
+`compare` and `matrix` read weights alone (`lineage/compare.py`); `lineage/table.py` has the rules for the
+verdict. A row says that `units_found` of `units` neurons (hidden units of an MLP) were matched, with a median
+correlation of `r`, and how far they moved (`distance`: 0 for a copy, 1 for an unrelated model). `body_z` and
+`embedding_z` say how well the coordinates of the weights agree, in standard deviations under permutation.
 
-`compare` and `matrix` read weights alone: `lineage/compare.py` shows how, `lineage/table.py` has the rules of
-the verdict. In a row, `units_found` of `units` hidden units were matched, with a median |correlation| of r.
-`distance` says how far these moved: 0 is a copy, 1 a stranger. `body_z` and `embedding_z` say how far the
-coordinates of weights agree, in standard deviations of what relabelled ones give.
+SeedPrint gives two models the same random inputs. Each dimension of the final states ranks the inputs;
+Kendall's tau says how well the two models' rankings agree, and two Gaussian matrices show what chance gives.
 """
 
 import functools
@@ -41,33 +41,33 @@ from sources.inputs import random_tokens, random_vectors
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
 NULLS = 10  # Gaussian pairs that the paper's test compares with
-STRANGER_SEED = 2**31 - 1  # of the newborn that is `persistence`'s stranger, where --stranger names none
+STRANGER_SEED = 2**31 - 1  # of the newborn that `persistence` compares with, unless --stranger names a run
 
 
 @dataclass
 class PaperSettings(RunSettings):
     """The settings of `paper`."""
 
-    models: Names = ()  # BASE and SUSPECTs: names of the Hub, folders, or PRESET@SEED
-    init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
+    models: Names = ()  # BASE and SUSPECTs: names on the Hub, folders, or PRESET@SEED
+    init: Literal[SCHEMES] = "gpt2"  # initialization of PRESET@SEED
     input_seed: int = 0  # seed of the random sequences
-    inputs: Literal["tokens", "gaussian"] = "tokens"  # what is read; gaussian makes strangers look like kin
-    paper_sequences: at_least(3) = 1000  # random sequences; in the paper 10000
-    paper_length: int = 64  # tokens in each of them; in the paper 1024
+    inputs: Literal["tokens", "gaussian"] = "tokens"  # gaussian makes unrelated models look related
+    paper_sequences: at_least(3) = 1000  # random sequences; the paper has 10000
+    paper_length: int = 64  # tokens in each of them; the paper has 1024
 
 
 @dataclass
 class PersistenceSettings(PaperSettings):
-    """The settings of `persistence`: those of `paper`, and a stranger."""
+    """The settings of `persistence`: those of `paper`, and an unrelated model."""
 
     models: Names = ()  # one run folder
-    stranger: str | None = None  # run of another birth; None: a newborn of another seed
+    stranger: str | None = None  # an unrelated run; None: a newborn of another seed
 
 
 def compare(settings: CompareSettings):
-    """Is each suspect of one birth with the base? Seconds for tiny models, 20 for 135M parameters.
+    """Does each suspect share its initialization with the base? Takes 20 s for a pair of 135M parameters.
 
-    A suspect that cannot be read does not stop the others: it is `not read`, and the exit status is 2.
+    A suspect that cannot be read is `not read`; the others are compared, and the exit status is 2.
     """
     base_name, *names = check_several(settings.models)
     base = open_model(base_name, settings)
@@ -95,7 +95,7 @@ def compare(settings: CompareSettings):
 
 
 def matrix(settings: CompareSettings):
-    """Which of several models are of one birth? All pairs, a heat map and a family tree (BB Table 4)."""
+    """Which of several models share an initialization? All pairs, heat map, family tree (BB Table 4)."""
     models = [open_model(name, settings) for name in check_several(settings.models)]
     experiment = Experiment.begin("matrix", "BB Table 4", settings)
     rows = []
@@ -108,24 +108,24 @@ def matrix(settings: CompareSettings):
 
 
 def check_several(names):
-    """The names of models that are to be compared; UserError if there are fewer than two."""
+    """Returns the names; UserError if there are fewer than two."""
     if len(names) < 2:
         raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
     return names
 
 
 def open_model(name, settings: CompareSettings):
-    """The Model of a name on the command line, of any architecture; UserError if it cannot be read."""
+    """Opens a model of any architecture by its name; UserError if it cannot be read."""
     source = parse_spec(name, settings.init, in_parts=True).open(any_architecture=True)
     source.expect((name, part) for name, shape in source.shapes.items() for part in parts_looked_at(shape))
     return read_model(name, source)
 
 
 def paper(settings: PaperSettings):
-    """What does SeedPrint, the paper's own test, say of each suspect? (BB 6.1) Writes paper_test.json.
+    """Is each suspect related to the base by SeedPrint, the paper's test? (BB 6.1) Writes paper_test.json.
 
-    For each dimension that is extreme in both models, Kendall's tau says whether both order the inputs alike.
-    `paper_t_p` and `paper_u_p` are of the t-test and the U-test of these taus against Gaussian matrices'.
+    For each dimension that is large in both models, Kendall's tau says how well both rank the inputs alike.
+    `paper_t_p` and `paper_u_p` are p-values of a t-test and a U-test against Gaussian matrices' taus.
     """
     base, *suspects = specs = [parse_spec(name, settings.init) for name in check_several(settings.models)]
     check_comparable(specs, settings)
@@ -140,17 +140,18 @@ def paper(settings: PaperSettings):
 
 
 def persistence(settings: PersistenceSettings):
-    """Does the birth fade in training? Every checkpoint of a run against it (BB Figures 11, 14).
+    """Does the initialization fade? Compares each checkpoint of a run with it (BB Figures 11, 14).
 
-    `mean_tau` and `std_tau` are over the half of dimensions with the largest mean outputs at birth. Of a run
-    --stranger the checkpoint of the same step is read, else its last one. Writes persistence.json and .png.
+    `mean_tau` and `std_tau` are over the half of the dimensions with the largest mean outputs at
+    initialization. Each step is also compared with the same step of --stranger, or with its last one. Writes
+    persistence.json and .png.
     """
     folders = steps(settings.models[0]) if len(settings.models) == 1 else []
     if len(folders) < 2 or folders[0].name != "step_0000000":
-        raise UserError("persistence expects one run folder with its birth, step_0000000, and a later step")
+        raise UserError("persistence expects one run folder with step_0000000 and a later step")
     specs = [parse_spec(str(folder)) for folder in folders]
     compared = specs[:1]
-    strangers = {}  # their checkpoints by step
+    strangers = {}  # the unrelated run's checkpoints, by step
     if settings.stranger is not None:
         compared.append(parse_spec(settings.stranger))
         strangers = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
@@ -182,25 +183,25 @@ def persistence(settings: PersistenceSettings):
 
 
 def check_comparable(specs, settings: PaperSettings) -> None:
-    """UserError unless all models are of our architecture, of one width, and can read the inputs."""
+    """UserError unless all models have one width and a context long enough for the inputs."""
     widths = {spec.name: spec.config.d_model for spec in specs}
     if len(set(widths.values())) > 1:
-        raise UserError(f"only models of one width can be compared, not of {widths}")
+        raise UserError(f"SeedPrint compares models of one width; these have {widths}")
     check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
 
 
 def outputs_of(spec, vocab_size, experiment):
-    """`last_outputs` of a checkpoint, an array; UserError, which names it, unless they are finite."""
+    """Returns `last_outputs` of a checkpoint as an array; UserError if they are not finite."""
     model = spec.load(experiment.device, experiment.dtype)
     outputs = last_outputs(model, vocab_size, experiment.settings)
     if not outputs.isfinite().all():
-        raise UserError(f"{spec.name}: its states are not finite: check its weights for huge numbers")
+        raise UserError(f"{spec.name}: its states are not finite: does it have huge weights?")
     return outputs.numpy()
 
 
 @torch.inference_mode()
 def last_outputs(model, vocab_size, settings: PaperSettings):
-    """What the paper's test reads: last-position states of random sequences, (n, d) on the CPU."""
+    """Returns the final states at the last position of n random sequences, (n, d) on the CPU."""
     device = model.device
     T = settings.paper_length
     batch_size = default_batch_size(device, T)
@@ -216,11 +217,11 @@ def last_outputs(model, vocab_size, settings: PaperSettings):
 
 
 def paper_test(a, b):
-    """The paper's test of two models' last-position states on the same inputs, (n, d) of float32 each.
+    """Returns the paper's test of two models' final states on the same inputs, (n, d) of float32 each.
 
-    The `paper_k` identity dimensions are among the half with the largest mean outputs in both models. Their
-    taus are compared with those of NULLS Gaussian pairs: p of the one-sided t- and U-tests, averaged.
-    `closed_form_z` is their mean over the error that k independent dimensions would have.
+    The `paper_k` identity dimensions are in the half with the largest mean outputs in both models. One-sided
+    t- and U-tests compare their taus with those of NULLS Gaussian pairs; the p-values are averaged.
+    `closed_form_z` is the mean tau, divided by the standard error that k independent dimensions would have.
     """
     from scipy import stats  # which takes a second that `compare` need not
 
@@ -252,23 +253,23 @@ def paper_test(a, b):
 
 @functools.lru_cache(maxsize=512)
 def null_taus(n, d, trial):
-    """The identity dimensions' taus of two Gaussian matrices (n, d): the paper's null."""
+    """Returns the taus of two Gaussian matrices (n, d) on their identity dimensions: the paper's null."""
     return identity_taus(*keyed_generator("paper null", n, d, trial).standard_normal((2, n, d), np.float32))
 
 
 def identity_taus(a, b):
-    """Kendall's tau of arrays (n, d) on the dimensions that are among the top ones of both."""
+    """Returns Kendall's taus of two arrays (n, d) on the dimensions that are large in both."""
     return kendall(a, b, np.intersect1d(top_dimensions(a), top_dimensions(b)))
 
 
 def top_dimensions(rows):
-    """The half of the dimensions with the largest mean outputs, of (n, d)."""
+    """Returns the half of the dimensions of (n, d) with the largest mean."""
     mean = rows.mean(axis=0, dtype=np.float64)
     return np.argsort(-mean, kind="stable")[: rows.shape[1] // 2]
 
 
 def kendall(a, b, chosen):
-    """Kendall's tau-b of a's and b's columns j, (n, d) each, for j in `chosen`; 0 for a constant column."""
+    """Returns Kendall's tau-b of a's and b's columns in `chosen`, (n, d) each; 0 for constant ones."""
     from scipy import stats
 
     columns = zip(a.T[chosen].astype(np.float64), b.T[chosen].astype(np.float64))

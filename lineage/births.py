@@ -1,6 +1,6 @@
-"""Which seed of init.py was a model born of? (ours)
+"""Which seed of init.py initialized a model? (ours)
 
-The numbers of one of its matrices are compared with what each seed draws for it.
+The beginning of one of its matrices is compared with what each seed draws there.
 """
 
 import math
@@ -18,15 +18,15 @@ from lineage.settings import IdentifySettings
 from lineage.table import CHANCE_LOG10_P
 from sources.checkpoint import parse_spec
 
-IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix whose birth `identify` looks for
-FIRST_NUMBERS = 65_536  # so many of that matrix's numbers are drawn for each candidate
+IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix that `identify` draws for each candidate,
+FIRST_NUMBERS = 65_536  # up to this many numbers
 
 
 def identify(settings: IdentifySettings):
-    """Which seed of init.py was the suspect born of? (ours) Writes identify.json with the best ten.
+    """Which seed of init.py initialized the suspect? (ours) Writes identify.json with the best ten.
 
     `answer` is the best seed if its log10 p, corrected for all candidates (`family_log10_p`), is at most -6;
-    else it is null, and only the closest candidate is printed. A changed basis hides a birth.
+    else it is null, and only the closest candidate is printed. A changed basis hides the seed.
     """
     if len(settings.models) != 1:
         raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")
@@ -35,7 +35,7 @@ def identify(settings: IdentifySettings):
         raise UserError(f"--seeds {first} {last}: expected FIRST LAST")
     source = parse_spec(settings.models[0], in_parts=True).open()
     if IDENTIFIED not in source.shapes:
-        raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, by which a birth is known")
+        raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, which shows the seed")
     experiment = Experiment.begin("identify", "ours", settings)
     candidates = range(first, last + 1)
     rows = closest_births(source, candidates)
@@ -51,15 +51,15 @@ def identify(settings: IdentifySettings):
 
 
 def closest_births(source, seeds):
-    """The ten of some seeds whose births of IDENTIFIED are closest to a source's, by its FIRST_NUMBERS.
+    """Returns rows for the ten seeds whose IDENTIFIED is closest to a checkpoint's, by FIRST_NUMBERS.
 
-    A newborn's numbers are Gaussian, so that their cosine with any fixed numbers has Student's law, and the
-    search among all seeds costs their number (Bonferroni): `family_log10_p`.
+    Initial weights are Gaussian, so their cosine with fixed numbers has a Student's t distribution.
+    `family_log10_p` is corrected for the number of seeds (Bonferroni).
     """
     first_rows = slice(0, -(-FIRST_NUMBERS // source.shapes[IDENTIFIED][-1]))
     numbers = source.read(IDENTIFIED, (first_rows,)).flatten()[:FIRST_NUMBERS].double().numpy()
     if not numbers.any():
-        raise UserError(f"{source.place}: {IDENTIFIED} is zero: it tells no birth")
+        raise UserError(f"{source.place}: {IDENTIFIED} is zero: it shows no seed")
     unit = (numbers / np.linalg.norm(numbers)).astype(np.float32)
     m = len(unit)
 

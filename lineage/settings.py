@@ -1,4 +1,4 @@
-"""What `compare`, `matrix` and `identify` of seedprint.py are asked."""
+"""The settings of seedprint.py's `compare`, `matrix` and `identify`."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -15,20 +15,20 @@ Names = Annotated[
 
 @dataclass
 class CompareSettings(OutputSettings):
-    """What `compare` and `matrix` are asked."""
+    """The settings of `compare` and `matrix`."""
 
-    models: Names = ()  # BASE and SUSPECTs: names of the Hub, folders, files, PRESET@SEED
-    init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
-    permutation_seed: int = 0  # seed of the relabellings of coordinates, and of tokens
-    permutations: at_least(199) = 9999  # relabellings
-    layers: at_least(1) | None = None  # layers that are read, evenly spaced; None: all, or 8 of large models
-    thorough: bool = False  # look for hidden units in every layer, and at all rows of all matrices
-    units_per_layer: at_least(2) = 1024  # hidden units that are looked for in each of them
+    models: Names = ()  # BASE and SUSPECTs: names on the Hub, folders, files, PRESET@SEED
+    init: Literal[SCHEMES] = "gpt2"  # initialization of PRESET@SEED
+    permutation_seed: int = 0  # seed of the permutations of coordinates and tokens
+    permutations: at_least(199) = 9999  # permutations of coordinates
+    layers: at_least(1) | None = None  # evenly spaced layers to read; None: all, or 8 of large models
+    thorough: bool = False  # match the neurons of every layer, and compare all rows of all matrices
+    units_per_layer: at_least(2) = 1024  # neurons to match in each layer
 
 
 @dataclass
 class IdentifySettings(OutputSettings):
-    """What `identify` is asked."""
+    """The settings of `identify`."""
 
     models: Names = ()  # one model: a checkpoint folder, or PRESET@SEED
     seeds: tuple[int, int] = (0, 99_999)  # the first and the last candidate

@@ -222,7 +222,7 @@ def test_persistence(stranger, steps_of_stranger, runs, tmp_path):
         ("paper tiny_llama@1 tiny_llama@2 --paper-length 257", "--paper-length 257"),
         ("identify tiny_llama@1 tiny_llama@2", "one model"),
         ("identify tiny_llama@1 --seeds 5 3", "--seeds 5 3"),
-        ("persistence nothing/here", "its birth"),
+        ("persistence nothing/here", "step_0000000"),
     ],
 )
 def test_mistakes(words, expected, tmp_path):
@@ -236,7 +236,7 @@ def test_models_that_do_not_fit(family, runs, tmp_path):
         (["paper", base, narrow], "width"),
         (["paper", base, short], "--paper-length 64"),
         (["persistence", runs / "a", *OUTPUTS, "--stranger", narrow], "width"),
-        (["persistence", runs / "one"], "its birth"),
+        (["persistence", runs / "one"], "step_0000000"),
         (["identify", family / "mlp"], "v_proj"),
     ):
         assert_refused(run_here("seedprint", *words, "--out", tmp_path / "out"), expected)
@@ -250,7 +250,7 @@ def test_weights_that_tell_no_birth(tmp_path):
     model.get_parameter(births.IDENTIFIED).data.zero_()
     checkpoint.save(tmp_path / "zero", model)
     done = run_here("seedprint", "identify", tmp_path / "zero", "--out", tmp_path)
-    assert_refused(done, "it tells no birth")
+    assert_refused(done, "it shows no seed")
 
 
 def test_a_figure_that_fails_costs_no_result(family, tmp_path, monkeypatch):
