@@ -13,6 +13,7 @@ import torch
 import transformers
 from conftest import KINDS, ROOT, assert_refused, random_model, run_here
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from lib.settings import UserError
 from model import ModelConfig
@@ -153,8 +154,7 @@ def test_transformers_reads_the_same(tiny):
     model, path = tiny
     config = transformers.LlamaConfig(**checkpoint.config_json(model.config))
     reference = transformers.LlamaForCausalLM(config)
-    loader = transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint
-    theirs = loader(str(path), return_tensors=True, model_to_load=reference)["tensors"]
+    theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
     source = checkpoint.parse_spec(str(path)).open(any_architecture=True)
     assert theirs.keys() == source.shapes.keys()
     for name, weight in theirs.items():
