@@ -320,7 +320,7 @@ def transplant(settings: TransplantSettings, cases_of=transplant_cases):
     draw_transplants(experiment.folder / "transplant.png", lists["rows"], lists["layers"])
     heads = [row for row in lists["heads"] if row["sequence_length"] == settings.sequence_length[0]]
     names = short_names([row["checkpoint"] for row in heads])
-    maps = [(f"{name}: {row['kind']}", row["alpha"]) for name, row in zip(names, heads)]
+    maps = [(f"{name}\n{row['kind']}", row["alpha"]) for name, row in zip(names, heads)]
     title = "Does attention move from position 1 to a constant in front of it?"
     draw_heads(experiment.folder / "transplant_heads.png", title, maps, 3)
     return result
