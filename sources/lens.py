@@ -71,6 +71,7 @@ class Lens:
         self.lacks = {}
         self.normed_layers = []  # whose units do not write to the stream as they are
         self.attending = []  # layers
+        self.attentions = set()  # modules that ask for the function that attends
         self.banks = {}  # by layer: the sources.parts.Banks of its hidden units
         self.unit_watchers = []
         self.outputs = {}  # by layer: the linear map that its heads enter
@@ -219,6 +220,7 @@ class Pass:
         """A layer's attention: what its own function returns, or what `on_heads` makes of it."""
         if not self.is_inside:
             return own(module, q, k, v, attention_mask, *more, **settings)
+        self.lens.attentions.add(module)
         T = q.shape[2]
         keys, values, mask = k, v, attention_mask
         if self.layer in self.lens.constants:

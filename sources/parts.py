@@ -79,8 +79,10 @@ def find_units(lens, tokens) -> None:
     d = seen[-1][2].shape[-1]
     if len(streams) > 1 or len(seen[-1][2].shape) != 3:
         lens.lacks["states"] = f"the stream has several parts, {[*seen[-1][2].shape]}"
+    attending = {inner for attention in lens.attentions for inner in attention.modules()}
     maps, heads = [], None
     for kind, what, x, output, part in seen:
+        kind = "mixing" if what in attending else kind  # where inner parts ask for a mask, too
         if kind == "heads":
             if what in lens.attending:
                 raise UserError(f"layer {what} attends twice")

@@ -169,6 +169,13 @@ def test_units_as_many_as_the_stream_is_wide(model_type, lacks, monkeypatch):
         assert not lens.normed_layers and errors_of(lens)["units"] < 1e-6
 
 
+def test_heads_are_no_units():
+    """Where a part of attention, here the indexer, asks for a mask, too."""
+    lens = Lens(build("deepseek_v32"))
+    assert [*lens.outputs] == lens.attending
+    assert not {bank.module for banks in lens.banks.values() for bank in banks} & set(lens.outputs.values())
+
+
 def test_sharp_attention_has_constants():
     """Scores in the thousands, where rounding of a key by 1e-7 changes weights by 1e-4."""
     model = build("llama")
