@@ -1,16 +1,16 @@
-"""Where does a model's attention sink, why, and what moves a sink? (BB 6.2; SO)
+"""Where does a model's attention sink, why, and what moves the sink? (the paper: BB 6.2; the sinks paper: SO)
 
     python sinks.py                               # `rate`: how many heads of smollm2 sink?
     python sinks.py anatomy                       # what singles position 1 out, layer by layer?
-    python sinks.py transplant                    # does it move onto a constant key and value?
+    python sinks.py transplant                    # does the sink move onto a constant key and value?
 
-Positions count from 1. A head's alpha_k is its weight on position k, averaged over the queries i >= k. A head
-is a sink head of a sequence if its alpha_1 is above 0.3. The sink rate is the share of sink heads, averaged
-over sequences. A hidden unit is named LAYER/UNIT: layers count from 1, units from 0. *Builders* are the units
-that make one dimension large at position 1 (SO: super neurons), and *removers* take it away again.
+Positions count from 1. A head's alpha_k is its attention to position k, averaged over the queries i >= k. A
+head is a *sink head* of a sequence if its alpha_1 is above 0.3. The *sink rate* is the mean share of sink
+heads. A *neuron* is a hidden unit of an MLP, named LAYER/UNIT: layers count from 1, units from 0. *Builders*
+are the neurons that write a massive activation at position 1 (SO: super neurons); *removers* erase it.
 
 A model with a tokenizer reads docstrings of Python's standard library, or --text; others read random tokens.
-`low` and `high` end Student's 95 % interval over sequences. More of the papers: reproduce/interventions.py.
+`low` and `high` bound Student's 95 % interval over sequences. More experiments: reproduce/interventions.py.
 """
 
 from collections import defaultdict
@@ -31,17 +31,17 @@ from model import Transformer
 from sources.checkpoint import check_lengths, chosen_models, shortest_context
 from sources.inputs import TextSettings, bos_of, read_tokens, text_of
 
-EPSILON = 0.3  # a head is a sink head of a sequence if its alpha_1 there is above this (arXiv 2410.10781)
-ELSEWHERE = 10  # position of a BOS that does not come first
+EPSILON = 0.3  # a sink head has an alpha_1 above this (arXiv 2410.10781)
+ELSEWHERE = 10  # where a BOS that is not first stands
 
 
 def sink_share(alpha: torch.Tensor) -> torch.Tensor:
-    """Each sequence's share of sink heads, (n,), from alpha_1 (n, L, H). Its mean is the sink rate."""
+    """The share of sink heads in each sequence, (n,), from alpha_1 (n, L, H). Its mean is the sink rate."""
     return (alpha > EPSILON).float().mean(dim=(1, 2))
 
 
 def sink_statistics(model: Transformer, tokens: torch.Tensor):
-    """A row about the sink at position 1 of sequences (n, T), and alpha_1 (n, L, H)."""
+    """A row about the sink on position 1 of tokens (n, T), and alpha_1 (n, L, H)."""
     alphas, norms, values = [], [], []
 
     def on_state(layer, x):
@@ -58,7 +58,7 @@ def sink_statistics(model: Transformer, tokens: torch.Tensor):
         "sink_rate": sink_share(alpha).mean().item(),
         "mean_alpha1": alpha.mean().item(),
         "max_alpha1": alpha.max().item(),
-        "constant_alpha": constant.mean().item(),  # to an explicit sink, or a learned one
+        "constant_alpha": constant.mean().item(),  # to a constant, or a learned sink
         "norm_ratio": torch.cat(norms).mean().item() if norms else None,
         "value_ratio": torch.cat(values).mean().item(),
     }
@@ -66,9 +66,9 @@ def sink_statistics(model: Transformer, tokens: torch.Tensor):
 
 
 def effects(model: Transformer, tokens: torch.Tensor, builder, before):
-    """A row about the sink of a model on tokens (n, T), and the stream's largest |number| by layer.
+    """A row about a model's sink on tokens (n, T), and the largest |number| of the stream by layer.
 
-    `before` tokens are in front of the text: then position 1 is the first of them. Losses are of the text.
+    The first `before` tokens precede the text: position 1 is the first of them, and losses are of the text.
     """
     means = attention.Means(len(tokens))
     largest = defaultdict(float)  # by layer
@@ -96,16 +96,16 @@ class Settings(TextSettings):
     """The settings of `anatomy`."""
 
     model: tuple[str, ...] = ("smollm2",)  # names of the Hub, folders, files, presets, PRESET@SEED
-    seed: tuple[int, ...] = (42,)  # seeds of the presets' weights
+    seed: tuple[int, ...] = (42,)  # seeds of presets' weights
     sequence_length: at_least(2) = 64  # tokens in a sequence (Gu et al.: 64)
-    constants: str | None = None  # file of transplant's --save: models are measured with these
+    constants: str | None = None  # a file of `transplant --save`: give models these constants
 
 
 @dataclass
 class RateSettings(Settings):
     """The settings of `rate`."""
 
-    sequence_length: tuple[at_least(2), ...] | None = None  # tokens in a sequence; None: 32 to 512, what fits
+    sequence_length: tuple[at_least(2), ...] | None = None  # tokens in a sequence; None: 32 to 512, as fit
 
 
 @dataclass
@@ -113,13 +113,13 @@ class TransplantSettings(Settings):
     """The settings of `transplant`."""
 
     sequence_length: tuple[at_least(2), ...] = (64,)  # tokens in a sequence
-    num_sequences: at_least(2) = 32  # sequences, for T up to 64; for longer ones fewer, down to 4
-    num_constants: at_least(1) = 16  # sequences of docstrings whose first tokens give the constants
-    save: str | None = None  # new file for the constants, .safetensors
+    num_sequences: at_least(2) = 32  # sequences of up to 64 tokens; of longer ones fewer, down to 4
+    num_constants: at_least(1) = 16  # sequences of docstrings whose first position gives the constants
+    save: str | None = None  # new .safetensors file for the constants
 
 
 def measure_models(name, paper, settings: Settings, measure, *more):
-    """An experiment, and all lists of rows, by name, that `measure(settings, spec, model, *more)` returns."""
+    """An experiment, and the lists of rows that `measure(settings, spec, model, *more)` returns, by name."""
     specs = chosen_models(settings.model, settings.seed)
     check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(specs))
     texts = [text_of(settings, spec) for spec in specs]
@@ -143,7 +143,7 @@ def measure_models(name, paper, settings: Settings, measure, *more):
 
 @torch.inference_mode()
 def rate(settings: RateSettings):
-    """Where does attention sink? Sink heads by length, alpha_1 of each head (BB Figure 12; minutes)"""
+    """Where does attention sink? The sink rate by length, and alpha_1 of each head (BB Figure 12; minutes)"""
     experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "mean_alpha1", "max_alpha1")
     result = experiment.save(**lists, columns=(*columns, "uniform_alpha1", "norm_ratio", "value_ratio"))
@@ -156,7 +156,7 @@ def rate(settings: RateSettings):
 
 
 def sink_rates(settings: RateSettings, spec, model):
-    """A row for each length, and the mean alpha_1 of each head."""
+    """A row for each length, and alpha_1 of each head."""
     context = model.config.context_length
     lengths = settings.sequence_length or [T for T in (32, 64, 128, 256, 512) if T <= context] or [context]
     rows, heads = [], []
@@ -174,7 +174,7 @@ def sink_rates(settings: RateSettings, spec, model):
 
 
 def anatomy(settings: Settings):
-    """Which links of SO's chain single out position 1? By layer, and builders (SO; half a minute)"""
+    """What singles position 1 out? SO's chain by layer, and the neurons that build it (half a minute)"""
     experiment, lists = measure_models("anatomy", "SO", settings, anatomy_rows)
     for row in [row for row in lists["layers"] if row["builders"]]:
         print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
@@ -188,7 +188,7 @@ def anatomy(settings: Settings):
 
 @torch.inference_mode()
 def anatomy_rows(settings: Settings, spec, model):
-    """SO's chain: a row for each layer and position, a row for each layer, builders and removers."""
+    """A row for each layer and position, one for each layer, and one for each builder and remover."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens, with_chain=True)
     units = activity.builders(activity.layer, 10) + activity.removers(5)[::-1]  # the strongest one is last
@@ -202,30 +202,30 @@ def anatomy_rows(settings: Settings, spec, model):
 
 @dataclass
 class Case:
-    """A model, what it reads of a text, and what is measured of it beside its `effects`."""
+    """A model, what it reads beside the text, and what is measured beside its `effects`."""
 
     kind: str
     model: Transformer
-    at_zero: list = field(default_factory=list)  # hidden units at zero, (layer, unit) each
+    at_zero: list = field(default_factory=list)  # ablated neurons, (layer, unit) each
     prefix: list = field(default_factory=list)  # tokens in front of the text
-    place: int = 1  # position that may be a sink; 0 for a constant
-    token: int | None = None  # that stands there, for the text's own
-    has_chain: bool = False  # the links of SO's chain, and which tokens wake the builder
+    place: int = 1  # position whose attention is measured; 0 is a constant
+    token: int | None = None  # replaces the text's own token at that place
+    has_chain: bool = False  # measure SO's chain, and which first tokens make the builder fire
 
     def reading(self, text):
-        """The tokens that the model reads, (n, T) or (n, 1 + T), of a text (n, T)."""
+        """The tokens that the model reads, (n, T) or (n, 1 + T), for a text (n, T)."""
         reading = torch.cat((text.new_tensor(self.prefix).expand(len(text), -1), text), dim=1)
         if self.token is not None:
             reading[:, self.place - 1] = self.token
         return reading
 
     def alpha(self, text):
-        """Attention to the place, (n, L, H)."""
+        """Each head's attention to the place, (n, L, H)."""
         parts = attention.batches(self.reading(text))
         return torch.cat([attention.attention_to(self.model, part, (self.place,))[..., 0] for part in parts])
 
     def measure(self, text, builder, lists, T):
-        """Add rows about a text, (n, T) or (n, T - 1) without its BOS, to the lists."""
+        """Add rows about a text, (n, T), or (n, T - 1) without its BOS, to the lists."""
         key = {"kind": self.kind, "sequence_length": T}
         reading, before = self.reading(text), len(self.prefix)
         with self.model.hidden_units(zero_units(self.at_zero)):
@@ -244,11 +244,11 @@ class Case:
 
 
 def transplant_cases(model, moved, activity, others, bos):
-    """The model with a token in front of the text or none, with constants or builders at zero, and with both.
+    """The model unchanged, with builders ablated, with constants, with both, or with a token in front.
 
-    A model that was trained with BOS reads it in front where it is unchanged, and has constants in its place.
-    The builders at zero are chosen on the windows that are measured. A token in front, like constants, gives
-    the text's first one something to attend to: losses are best compared with that case.
+    A model trained with BOS reads it where unchanged, and has constants in its place. The selective builders
+    are chosen on the measured windows. A token in front, like a constant, gives the text's first token
+    something to attend to, so losses are best compared with that case.
     """
     units = activity.selective()
     tokens = others.unique().tolist()
@@ -264,7 +264,7 @@ def transplant_cases(model, moved, activity, others, bos):
 
 
 def bos_cases(model, texts, bos):
-    """No BOS; constants of the first tokens of texts (n, T) in its place; BOS within the text."""
+    """No BOS; constants of ordinary first tokens, of texts (n, T), in its place; BOS within the text."""
     of_first = attention.with_constants(model, attention.constants_at(model, texts))
     return [
         Case("no BOS", model, has_chain=True),
@@ -274,10 +274,9 @@ def bos_cases(model, texts, bos):
 
 
 def bos_or_position(model, text, bos):
-    """A row for each layer and case: attention to BOS, to position 1 without it, or to a constant.
+    """A row for each case and layer with attention: to BOS, to position 1 without BOS, or to a constant.
 
-    Constants are those of BOS, and those of the first tokens of the same text (n, T). Layers are those that
-    attend.
+    Constants are those of BOS, and those of the first tokens of the same text (n, T).
     """
     of_bos = attention.with_constants(model, attention.constants_at(model, text.new_tensor([[bos]])))
     cases = [Case("BOS first", model, prefix=[bos]), Case("BOS's constants, no BOS", of_bos, place=0)]
@@ -291,7 +290,7 @@ def bos_or_position(model, text, bos):
 
 
 def tell_bos(rows) -> None:
-    """Print a sentence for each model of `bos_or_position`: does it sink on BOS, or on position 1?"""
+    """Print for each model in the rows of `bos_or_position` whether it sinks on BOS or on position 1."""
     rates = defaultdict(lambda: defaultdict(list))  # by model and kind, those of layers
     for row in rows:
         rates[row["checkpoint"]][row["kind"]].append(100 * row["sink_rate"])
@@ -310,7 +309,7 @@ def tell_bos(rows) -> None:
 
 
 def transplant(settings: TransplantSettings, cases_of=transplant_cases):
-    """Does the sink move onto a constant? Heads get position 1's mean key and value (ours; minutes)"""
+    """Does the sink move onto a constant? Each head gets position 1's mean key and value (ours; minutes)"""
     if settings.save and (len(settings.model) > 1 or Path(settings.save).exists()):
         raise UserError(f"--save {settings.save}: expected a new file, and one model")
     experiment, lists = measure_models("transplant", "ours, after SO", settings, transplants, cases_of)
@@ -328,7 +327,7 @@ def transplant(settings: TransplantSettings, cases_of=transplant_cases):
 
 @torch.inference_mode()
 def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_cases):
-    """A row for each length and case, `layers`; `chain`, `first_tokens` and `heads` of some cases."""
+    """Rows for each length and case, also by layer; `chain`, `first_tokens` and `heads` for some cases."""
     check_lengths(settings.sequence_length, spec.config.context_length - 1)  # and a token in front
     bos = bos_of(settings, spec)
     if bos is not None and min(settings.sequence_length) <= ELSEWHERE:
@@ -360,7 +359,7 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
 
 
 def split_windows(settings: TransplantSettings, spec, T):
-    """Sequences to measure, (n, T), and others, (c, T), of docstrings or random tokens, for the constants."""
+    """Windows to measure, (n, T), and others for the constants, (c, T), of docstrings or random tokens."""
     n = min(settings.num_sequences, max(4, 64 * settings.num_sequences // T))
     c = settings.num_constants
     text = spec.tokenizer_file and "docstrings"

@@ -15,7 +15,7 @@ from model import Transformer
 
 @torch.inference_mode()
 def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=None) -> Tensor:
-    """alpha of K positions in every head, (B, L, H, K)."""
+    """alpha_k of every head, (B, L, H, K), for tokens (B, T) and K positions; position 0 is a constant."""
     layers = []
 
     def watch(layer, heads, q, k, v, alpha):
@@ -28,51 +28,51 @@ def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=
 
 
 def check_seen(model, *parts) -> None:
-    """UserError if a part of a model, as "units", is not seen."""
+    """Raise UserError if a part of a model, such as "units", cannot be seen."""
     for part in parts:
         if part in model.lacks:
             raise UserError(f"its {part} cannot be seen: {model.lacks[part]}")
 
 
 def uniform_alpha(T):
-    """alpha_1 of uniform attention: the mean of 1/i over queries i = 1..T."""
+    """alpha_1 of uniform attention to T tokens: the mean of 1/i over queries i = 1..T."""
     return (1 / torch.arange(1, T + 1).double()).mean().item()
 
 
 def ratio_of_first(vectors: Tensor) -> Tensor:
-    """The norm at position 1 over the median norm of the other positions, of vectors (..., T, D)."""
+    """The norm at position 1 divided by the median norm elsewhere, of vectors (..., T, D)."""
     norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32)
     return norms[..., 0] / norms[..., 1:].median(dim=-1).values
 
 
 def batches(tokens: Tensor):
-    """Split sequences (n, T) into parts that fit in memory, and show a progress bar."""
+    """Parts of sequences (n, T) that fit in memory, with a progress bar."""
     parts = tokens.split(default_batch_size(tokens.device, tokens.shape[1]))
     return progress(parts, desc="sequences", unit=" batches", leave=False)
 
 
 class Means:
-    """Means over sequences, which come in batches: of each name, something in each layer."""
+    """Means over sequences that come in batches: for each name, one tensor per layer."""
 
     def __init__(self, num_sequences):
         self.num_sequences = num_sequences
         self.of = defaultdict(lambda: defaultdict(float))  # by name, by layer
 
     def add(self, name, layer, values: Tensor) -> None:
-        """Add the values of a batch, (B, ...), or only their sum, (1, ...)."""
+        """Add the values of a batch, (B, ...), or their sum, (1, ...)."""
         self.of[name][layer] += values.sum(0).cpu() / self.num_sequences
 
     def stack(self, name) -> Tensor:
-        """The means of all layers, (layers, ...)."""
+        """The means of all layers, stacked: (layers, ...)."""
         return torch.stack(list(self.of[name].values()))
 
     def add_heads(self, layer, heads: Tensor, q, k, v, alpha) -> None:
-        """Add the heads' outputs (B, H, T, Dh), whose spread `std` tells; an `on_heads`."""
+        """Add the heads' outputs (B, H, T, Dh) for `std`; an `on_heads`."""
         self.add("heads", layer, heads.double())
         self.add("squared heads", layer, heads.double().square())
 
     def std(self, layer, dims=(0, 2)) -> Tensor:
-        """The heads' std over sequences and over `dims` of (H, T, Dh): of each position, (T,), by default."""
+        """Standard deviation of heads' outputs over sequences and `dims` of (H, T, Dh); by default (T,)."""
         mean = self.of["heads"][layer].mean(dims)
         square = self.of["squared heads"][layer].mean(dims)
         return (square - mean.square()).clamp(min=0).sqrt()
@@ -80,7 +80,7 @@ class Means:
 
 @torch.inference_mode()
 def constants_at(model, tokens: Tensor, position=1):
-    """By layer the mean key and the mean value of a position over sequences (n, T): (G, Dh) each."""
+    """The mean key and value, (G, Dh) each, of a position over sequences (n, T), by layer."""
     means = Means(len(tokens))
 
     def on_heads(layer, heads, q, k, v, alpha):
@@ -93,9 +93,9 @@ def constants_at(model, tokens: Tensor, position=1):
 
 
 def with_constants(model, constants, layers=None):
-    """The same weights in the same memory, with explicit sinks in some layers, by default in all.
+    """A model of the same weights, in the same memory, with constants in some layers, by default in all.
 
-    Their keys and values are `constants`, by layer (G, Dh) each. UserError where a model takes none.
+    `constants` are a key and a value, (G, Dh) each, by layer. UserError if the model takes none.
     """
     check_seen(model, "constants")
     if model.config.explicit_sink:
@@ -115,14 +115,14 @@ def with_constants(model, constants, layers=None):
 
 
 class Chain(Means):
-    """The links of SO's chain, by layer and position; `on_state` and `on_heads` go to `Transformer.hidden`.
+    """The sinks paper's chain, by layer and position; `on_state` and `on_heads` go to `Transformer.hidden`.
 
-    SO says (docs/sinks.md: what holds): a head's output is a mean of values. At position 1 it is one value,
-    whose `std` over sequences, heads and dimensions is largest. W_O writes most strongly what varies most
-    (`output_tau`; not so in the mean of a language model's layers), which wakes the builders at position 1
-    alone: a few hidden units of one MLP. They make one dimension of the stream very large (`norm`,
-    `disparity`). RMSNorm divides by the norm: all others get small. So the keys of first tokens are alike
-    (`key_alignment`), their values small (`value_norm`), and queries find them (`alpha`).
+    The chain, as the paper tells it (docs/sinks.md says what holds): a head's output is a mean of values. At
+    position 1 it is a single value, so its `std` over sequences, heads and dimensions is largest. W_O
+    amplifies what varies most (`output_tau`; language models do not, on average). This makes the builders, a
+    few neurons, fire at position 1 alone. They make one dimension of the stream huge (`norm`, `disparity`),
+    and RMSNorm shrinks all others. So first tokens have one key (`key_alignment`) and short values
+    (`value_norm`), and queries find them (`alpha`).
     """
 
     def __init__(self, model, num_sequences):
@@ -146,9 +146,9 @@ class Chain(Means):
         self.add("alpha", layer, alpha(range(1, k.shape[2] + 1)).mean(1))  # (T,)
 
     def links(self, layer):
-        """Each link of a layer, (T,), None for those of heads in a layer without attention.
+        """The links of a layer by name, (T,) each; those of heads are None in a layer without attention.
 
-        `key_alignment` is the norm of the mean key; 1 if all keys agree (ours).
+        `key_alignment` is the norm of the mean unit key: 1 if all keys agree (ours).
         """
         links = {name: self.of[name][layer] for name in ("norm", "disparity")}
         attends = layer in self.of["alpha"]
@@ -158,7 +158,7 @@ class Chain(Means):
         return links
 
     def by_position(self):
-        """A row for each layer and position: its links."""
+        """A row of links for each layer and position."""
         rows = []
         for layer, norms in self.of["norm"].items():
             links = self.links(layer)
@@ -168,7 +168,7 @@ class Chain(Means):
         return rows
 
     def by_layer(self):
-        """A row for each layer: its links at position 1, and those that have no position."""
+        """A row for each layer: the links at position 1, and those without a position."""
         rows = []
         for layer in self.of["norm"]:
             links = self.links(layer)
@@ -193,13 +193,13 @@ class Chain(Means):
 
 
 def disparity(states: Tensor) -> Tensor:
-    """max |h| / mean |h| over dimensions, of states (..., d) (SO)."""
+    """max |h| / mean |h| over the dimensions of states (..., d) (SO)."""
     states = states.float().abs()
     return states.amax(-1) / states.mean(-1)
 
 
 def output_tau(weight: Tensor, std: Tensor):
-    """Kendall's tau of the norms of W_O's columns (d, H Dh) with the std (H, Dh) of their inputs, or None."""
+    """Kendall's tau between the column norms of W_O (d, H Dh) and the std (H, Dh) of its inputs, or None."""
     if weight is None:
         return None
     norms = weight.float().norm(dim=0).cpu().numpy()
@@ -208,9 +208,9 @@ def output_tau(weight: Tensor, std: Tensor):
 
 
 def effective_rank(mean: Tensor, product: Tensor):
-    """How many directions the centred states spread over, from 1 to d (ours).
+    """The effective number of directions of the centred states, from 1 to d (ours).
 
-    It is exp of the entropy of their singular values, scaled to sum 1. `mean` (d,) is the mean state and
+    It is exp of the entropy of their singular values, scaled to sum to 1. `mean` (d,) is the mean state and
     `product` (d, d) the mean outer product of states, both in float64.
     """
     covariance = product - torch.outer(mean, mean)

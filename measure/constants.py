@@ -1,7 +1,7 @@
-"""How are constants kept in a file: a key and a value for each key-value head of each layer?
+"""Save and read constants: a key and a value for each key-value head of each layer.
 
-`keys.N` and `values.N`, (1, G, 1, D) each, are what a key-value cache of `transformers` holds of one token in
-layer N, which counts from 0. Keys are rotated as at position 1, if the model rotates any. Layers without
+A file has `keys.N` and `values.N`, (1, G, 1, D) each: what a key-value cache of `transformers` holds of one
+token in layer N, counted from 0. Keys are rotated for position 1 if the model rotates any. Layers without
 attention have none. docs/sinks.md has the lines that put them into a cache.
 """
 
@@ -15,13 +15,13 @@ from sources.formats import open_tensors
 
 
 def save_constants(path, constants, **facts) -> None:
-    """Write constants, by layer (G, D) each, and what is known of them, whole or not at all."""
+    """Write constants, (G, D) each by layer, with `facts` as metadata, whole or not at all."""
     with atomic_file(path) as temporary:
         save_file(named(constants), temporary, {name: str(fact) for name, fact in facts.items()})
 
 
 def read_constants(path, model):
-    """The constants in a file, by layer (G, D) each; UserError unless they have the shapes of a model's."""
+    """The constants of a file, (G, D) each by layer; UserError if the model's have other shapes."""
     found = {name: tensor.read() for name, tensor in open_tensors([path]).items()}
     constants = constants_at(model, torch.zeros(1, 1, dtype=torch.int64, device=model.device))
     expected = named(constants)
@@ -37,7 +37,7 @@ def read_constants(path, model):
 
 
 def named(constants):
-    """Constants, by layer (G, D) each, as tensors (1, G, 1, D) by the names that a file gives them."""
+    """Constants, (G, D) each by layer, as tensors (1, G, 1, D) by their names in a file."""
     tensors = {}
     for layer, (key, value) in constants.items():
         tensors[f"keys.{layer - 1}"] = key[None, :, None].contiguous()

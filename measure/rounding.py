@@ -1,4 +1,4 @@
-"""What does rounding to 8 bits cost a model, where some numbers of its stream are huge? (ours)"""
+"""What does rounding to 8 bits cost a model with massive activations? (ours)"""
 
 import contextlib
 
@@ -7,9 +7,9 @@ from torch import nn
 
 @contextlib.contextmanager
 def rounded_inputs(model, scale, T):
-    """Within this context the blocks' projections read 8-bit inputs: -127 to 127, times a step.
+    """A context in which the blocks' projections read inputs rounded to 8 bits: -127 to 127 times a step.
 
-    With `token` each position has its own step; with `tensor` one step serves a whole sequence, of T tokens.
+    With `token` each position has its own step; with `tensor` a sequence of T tokens shares one.
     """
     dims = {"token": (2,), "tensor": (1, 2)}[scale]
 
@@ -25,9 +25,9 @@ def rounded_inputs(model, scale, T):
 
 @contextlib.contextmanager
 def rounded_weights(model, scale):
-    """Within this context the blocks' projections have 8-bit weights.
+    """A context in which the blocks' projections have weights rounded to 8 bits.
 
-    With `token` each output of a matrix has its own step; with `tensor` one step serves the matrix.
+    With `token` each output of a matrix has its own step; with `tensor` the matrix shares one.
     """
     usual = {module: module.weight.data for module in model.linears}
     try:
@@ -41,6 +41,6 @@ def rounded_weights(model, scale):
 
 
 def rounded(x, dims):
-    """Numbers as -127 to 127 times a step, the same along `dims`."""
+    """x, rounded to -127 to 127 times a step, which is shared along `dims`."""
     step = x.abs().amax(dims, keepdim=True).clamp(min=1e-30) / 127
     return (x / step).round() * step

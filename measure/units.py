@@ -1,11 +1,11 @@
-"""Which hidden units build the sink, and what is the model without them? (ours, after SO)
+"""Which neurons build the sink, and what is the model without them? (ours, after the sinks paper)
 
 >>> from sources import checkpoint, inputs
 >>> from measure import units
 >>> model = checkpoint.load("smollm2")
 >>> tokens = inputs.random_tokens(0, range(8), 64, model.config.vocab_size)
 >>> activity = units.observe(model, tokens)
->>> activity.builders(activity.layer, count=2)  # layer from 1, unit from 0: 99 % of one dimension of 576
+>>> activity.builders(activity.layer, count=2)  # layers from 1, units from 0: 99 % of one dimension of 576
 [(12, 1229), (12, 1487)]
 """
 
@@ -17,18 +17,18 @@ from torch import Tensor
 
 from measure.attention import Chain, Means, batches, check_seen, disparity
 
-# The first prediction has one token to go by, and gains from anything in front of the text; the next seven
-# have two to eight. Losses of models with and without something in front are compared from the ninth on.
+# The first prediction sees one token, so anything in front of the text helps it; the next seven see two to
+# eight. Models with and without something in front are compared from the ninth prediction on.
 PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))
-SELECTIVITY = 20  # a *selective* builder contributes so many times what it does elsewhere at least,
-LEAST_SHARE = 0.001  # and at least this share of the dimension (ours)
-FEW = 16  # sequences that tell what a unit contributes elsewhere, where a norm follows
-LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles disparity, to above this (ours)
+SELECTIVITY = 20  # a *selective* builder contributes at least so many times what it does elsewhere,
+LEAST_SHARE = 0.001  # and makes at least this share of the dimension (ours)
+FEW = 16  # sequences that tell what a neuron contributes elsewhere, where a norm follows the MLP
+LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles disparity to above this (ours)
 
 
 @contextlib.contextmanager
 def watch(model, unit, position=1):
-    """Within this context a list collects the |activations|, (B,), of one (layer, unit) at a position."""
+    """A context whose list collects the |activations|, (B,), of a neuron (layer, unit) at a position."""
     activations = []
 
     def on_units(layer, units, first):
@@ -41,26 +41,26 @@ def watch(model, unit, position=1):
 
 @dataclass
 class Activity:
-    """The hidden units, and the stream at position 1, averaged over sequences.
+    """Mean activations of neurons, and the mean stream at position 1.
 
-    The sink's dimension after a layer is that of the stream's largest |number| at position 1. A unit's
-    contribution is its activation times its down weight to that dimension, times the sign there. Where a norm
-    follows, it is the unit's share of this sum, times what the layer's units add to the stream there.
-    *Builders* contribute most, *removers* take most away (ours).
+    The sink's dimension after a layer is the largest of that stream. A neuron contributes its activation
+    times its down weight to that dimension, times the dimension's sign. Where a norm follows the MLP, it
+    contributes its share of this sum, times what the MLP adds to the stream there. *Builders* contribute
+    most, *removers* subtract most (ours).
     """
 
     model: object
-    tokens: Tensor  # what was read, (n, T)
-    state: Tensor  # stream at position 1, (L + 1, d), the input first
-    disparity: Tensor  # disparity of that stream, (L + 1,)
+    tokens: Tensor  # that were read, (n, T)
+    state: Tensor  # the stream at position 1, (L + 1, d), the input first
+    disparity: Tensor  # of that stream, (L + 1,)
     at_1: dict[int, Tensor]  # by layer: activations at position 1, (d_ff,)
     elsewhere: dict[int, Tensor]  # |activations| at the other positions, (d_ff,)
-    added: dict[int, Tensor]  # what all units of a layer add to that stream, (d,), where it is not their sum
-    chain: Chain | None = None  # the links of the same pass
+    added: dict[int, Tensor]  # what an MLP adds to that stream, (d,), where a norm follows
+    chain: Chain | None = None  # of the same pass
 
     @property
     def layer(self):
-        """The layer after which the disparity is largest."""
+        """The layer after which disparity is largest."""
         return 1 + self.disparity[1:].argmax().item()
 
     def jumps(self):
@@ -73,7 +73,7 @@ class Activity:
         return self.state[layer].abs().argmax().item()
 
     def contributions(self, layer, last=None):
-        """What each unit contributes, by layer (d_ff,), to the sink's dimension after a layer."""
+        """Each neuron's contribution, by layer (d_ff,), to the sink's dimension after a layer."""
         dimension = self.dimension(layer)
         sign = self.state[layer, dimension].sign()
         added = {}
@@ -87,13 +87,13 @@ class Activity:
         return added
 
     def builders(self, layer, count):
-        """The strongest builders of the dimension after a layer, (layer, unit) each; at most `count`."""
+        """The strongest builders, at most `count`, of the dimension after a layer: (layer, unit) each."""
         added = self.contributions(layer, layer)
         positive = sum((some > 0).sum().item() for some in added.values())
         return ranked(added, max(1, min(count, positive)))
 
     def selective(self):
-        """The builders of LEAST_SHARE or more that build at position 1 alone, the strongest first."""
+        """The selective builders, which build at position 1 alone, the strongest first."""
         needed = LEAST_SHARE * self.state[self.layer].abs().max()
         chosen, count = {}, 0
         for layer, added in self.contributions(self.layer, self.layer).items():
@@ -106,7 +106,7 @@ class Activity:
 
     @torch.inference_mode()
     def contributions_elsewhere(self, layer):
-        """Mean |contribution| of a layer's units, (d_ff,), to `self.layer`'s dimension from position 2 on."""
+        """Mean |contribution| of a layer's neurons, (d_ff,), to `self.layer`'s dimension elsewhere."""
         dimension = self.dimension(self.layer)
         weights = self.model.down(layer)[dimension].float().cpu()
         if layer not in self.added:
@@ -115,24 +115,24 @@ class Activity:
         for part in batches(self.tokens[:FEW]):
             state, _ = after_layer(self.model, layer, part)
             without, units = after_layer(self.model, layer, part, is_silent=True)
-            written = (units @ weights)[:, 1:]  # (B, T - 1), in front of the norm
+            written = (units @ weights)[:, 1:]  # (B, T - 1), before the norm
             scale = ((state - without)[:, 1:, dimension] / written).nan_to_num(0, 0, 0)  # what the norm does
             total += torch.einsum("btf,bt->f", units[:, 1:].abs(), scale.abs()) / written.shape[1]
         return total * weights.abs() / len(self.tokens[:FEW])
 
     def num_needed(self, layer, share):
-        """How many builders make a share of the dimension after a layer."""
+        """The number of builders that make a share of the dimension after a layer."""
         added = torch.cat(list(self.contributions(layer, layer).values())).clamp(min=0)
         sums = added.sort(descending=True).values.cumsum(0)
         needed = share * self.state[layer].abs().max()
         return 1 + (sums < needed).sum().item()
 
     def removers(self, count):
-        """The strongest removers of `self.layer`'s dimension, in any layer."""
+        """The strongest removers of `self.layer`'s dimension, from all layers."""
         return ranked({layer: -added for layer, added in self.contributions(self.layer).items()}, count)
 
     def layer_rows(self):
-        """A row for each layer: the chain's, and its builders if the layer makes a dimension dominate."""
+        """The chain's row for each layer, with builders if the layer makes a dimension dominate."""
         rows = self.chain.by_layer()
         jumps = self.jumps()
         for row in rows:
@@ -142,7 +142,7 @@ class Activity:
         return rows
 
     def describe(self, units):
-        """A row for each (layer, unit). `down_share` is the dimension's share of the squared down column."""
+        """A row for each (layer, unit). `down_share` is the dimension's share of its squared down weights."""
         dimension = self.dimension(self.layer)
         builds = self.contributions(self.layer)
         rows = []
@@ -163,7 +163,7 @@ class Activity:
 
 @torch.inference_mode()
 def observe(model, tokens: Tensor, with_chain=False) -> Activity:
-    """The Activity of a model on tokens (n, T); UserError for one whose states or units are not seen."""
+    """The Activity of a model on tokens (n, T); UserError if its states or neurons cannot be seen."""
     check_seen(model, "states", "units")
     means = Means(len(tokens))
     chain = Chain(model, len(tokens)) if with_chain else None
@@ -193,7 +193,7 @@ def observe(model, tokens: Tensor, with_chain=False) -> Activity:
 
 
 def after_layer(model, layer, tokens, is_silent=False):
-    """The stream (B, T, d) after a layer, which may lack its units, and these units (B, T, d_ff)."""
+    """The stream (B, T, d) after a layer, its neurons ablated if `is_silent`, and these (B, T, d_ff)."""
     states, parts = {}, {}
 
     def on_units(at, units, first):
@@ -207,7 +207,7 @@ def after_layer(model, layer, tokens, is_silent=False):
 
 
 def joined(parts):
-    """By layer the units of its parts, whose keys are (layer, number of the first unit)."""
+    """The neurons of each layer, joined from parts whose keys are (layer, first unit)."""
     layers = {}
     for layer, first in sorted(parts):
         layers.setdefault(layer, []).append(parts[layer, first])
@@ -215,7 +215,7 @@ def joined(parts):
 
 
 def ranked(scores, count):
-    """The (layer, unit) of the largest scores, by layer (d_ff,), the largest first."""
+    """The (layer, unit) of the `count` largest scores, the largest first; `scores` are (d_ff,) by layer."""
     order = torch.cat(list(scores.values())).argsort(descending=True)[:count]
     layers = torch.cat([torch.full((len(some),), layer) for layer, some in scores.items()])
     units = torch.cat([torch.arange(len(some)) for some in scores.values()])
@@ -223,7 +223,7 @@ def ranked(scores, count):
 
 
 def zero_units(units):
-    """An `on_units` that sets hidden units, (layer, unit) each, to zero."""
+    """An `on_units` that ablates neurons, (layer, unit) each: it sets them to zero."""
 
     def on_units(layer, values, first):
         chosen = [unit - first for its_layer, unit in units if its_layer == layer]
@@ -239,10 +239,10 @@ def zero_units(units):
 
 @torch.inference_mode()
 def alpha_and_loss(model, tokens: Tensor, on_state=None, before=0):
-    """alpha_1 and alpha_0 (n, layers, H) of tokens (n, T), and mean losses in nats, by name.
+    """alpha_1 and alpha_0, (n, layers, H) each, of tokens (n, T), and mean losses in nats by name.
 
-    alpha_0 is the attention to an explicit sink; it is 0 if there is none. `before` tokens stand in front of
-    the text; the first prediction is always that of the text's second token.
+    alpha_0 is the attention to a constant or learned sink, 0 without one. The first `before` tokens precede
+    the text. The first prediction is always that of the text's second token.
     """
     alphas = []
     totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
@@ -266,7 +266,7 @@ def alpha_and_loss(model, tokens: Tensor, on_state=None, before=0):
 
 
 def by_token(model, tokens, builder):
-    """A row for each token of the text: the builder's |activation| if this token is the first."""
+    """A row for each token of the text: the builder's |activation| when this token comes first."""
     found = tokens.unique()
     with watch(model, builder) as activations:
         for part in batches(found[:, None]):
@@ -276,5 +276,5 @@ def by_token(model, tokens, builder):
 
 
 def names_of(units):
-    """Hidden units, (layer, unit) each, as LAYER/UNIT."""
+    """Neurons, (layer, unit) each, as LAYER/UNIT."""
     return " ".join(f"{layer}/{unit}" for layer, unit in units)

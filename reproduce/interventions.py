@@ -1,6 +1,6 @@
-"""What makes a sink, what weakens it, and which constants end it? What only the papers need beside sinks.py.
+"""What makes a sink, what ends it, and which constants take it over? Experiments beside those of sinks.py.
 
-python -m reproduce.interventions ablate       # which hidden units build the sink? --help has all four
+python -m reproduce.interventions ablate        # which neurons build the sink? --help has all four
 """
 
 import itertools
@@ -21,27 +21,27 @@ from measure.units import alpha_and_loss, names_of, observe, ranked, watch, zero
 from sinks import Case, Settings, TransplantSettings, measure_models, sink_share
 from sources.inputs import bos_of, read_tokens
 
-ACTIVE = 0.1  # `intervene`: a builder wakes at this share of its mean at position 1 (ours)
+ACTIVE = 0.1  # `intervene`: a builder fires at this share of its mean at position 1 (ours)
 
 
 @dataclass
 class InterveneSettings(Settings):
     """The settings of `intervene`."""
 
-    position: at_least(1) = 10  # k, the position to be made a sink, from 1 (SO: 10)
-    factor: tuple[at_least(0, float), ...] = (32.0,)  # lambda, the factor of `amplify` and of `scale`
+    position: at_least(1) = 10  # k, the position to make a sink, counted from 1 (SO: 10)
+    factor: tuple[at_least(0, float), ...] = (32.0,)  # lambda, the factor of `amplify` and `scale`
 
 
 @dataclass
 class AblateSettings(Settings):
     """The settings of `ablate`."""
 
-    num_builders: at_least(1) | None = None  # builders at zero; None: 99 % of the dimension, 64 at most
+    num_builders: at_least(1) | None = None  # builders to ablate; None: those of 99 %, at most 64
 
 
 @torch.inference_mode()
 def intervene(settings: InterveneSettings):
-    """Can a position be made a sink? SO's interventions, beside the first builder (SO; three minutes)"""
+    """Can a position be made a sink? SO's interventions, beside the strongest builder (three minutes)"""
     k = settings.position
     if k > settings.sequence_length:
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
@@ -64,11 +64,11 @@ def intervene(settings: InterveneSettings):
 
 
 def every_intervention(settings: InterveneSettings, spec, model):
-    """A row for each intervention, in all layers and in layer 1 alone; and a point for each sequence.
+    """A row for each intervention, in all layers and in layer 1 alone, and a point for each sequence.
 
-    alpha_k is the mean over heads, in the layers above the strongest builder's (above layer 1, if that is in
-    the last). `fires` is the share of sequences in which that builder is active at position k. There are no
-    batches: `amplify` needs the mean of all sequences.
+    alpha_k is the mean over heads in the layers above the strongest builder (above layer 1 if that is in the
+    last). `fires` is the share of sequences in which the builder fires at position k. All sequences are one
+    batch, because `amplify` needs their mean.
     """
     k = settings.position
     tokens = read_tokens(settings, spec, settings.sequence_length)
@@ -96,9 +96,9 @@ def every_intervention(settings: InterveneSettings, spec, model):
 
 
 def replace_heads(model, k, changed, kind, factor):
-    """An `on_heads` that replaces the heads' outputs o_k at position k, in the `changed` layer or in "all".
+    """An `on_heads` that replaces heads' outputs o_k at position k, in the `changed` layer or in "all".
 
-    With `self_mask` o_k becomes the value at k, as if k saw nothing else. With `amplify`, SO's, it becomes
+    With `self_mask` o_k becomes the value at k, as if k saw itself alone. With `amplify`, SO's, it becomes
     mu + factor (o_k - mu), where mu is the mean of o_k over sequences; with `scale` it becomes factor o_k.
     """
 
@@ -121,7 +121,7 @@ def replace_heads(model, k, changed, kind, factor):
 
 @torch.inference_mode()
 def ablate(settings: AblateSettings):
-    """Which hidden units build the sink? 1, 2, 4, ... of them are set to zero (ours; ten minutes)"""
+    """Which neurons build the sink? Ablates 1, 2, 4, ... of them (ours; ten minutes)"""
     experiment, lists = measure_models("ablate", "ours", settings, ablations)
     columns = ("checkpoint", "kind", "num_ablated", "left", "disparity", "sink_rate", "low", "high")
     result = experiment.save(**lists, columns=(*columns, "mean_alpha1", "loss", "units"))
@@ -138,9 +138,9 @@ def ablate(settings: AblateSettings):
 
 
 def ablations(settings: AblateSettings, spec, model):
-    """A row for the model as it is, and for each set of hidden units at zero, or held constant.
+    """A row for the unchanged model, and for each set of neurons ablated or held constant.
 
-    `left` and `disparity` are of position 1 after `activity.layer`: the share of the sink's dimension left.
+    `left`, the share left of the sink's dimension, and `disparity` are of position 1 after `activity.layer`.
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens)
@@ -176,15 +176,15 @@ def ablations(settings: AblateSettings, spec, model):
 
 
 def sets_of_units(settings: AblateSettings, activity, units):
-    """The kind and the units of each set that `ablate` changes.
+    """The kind and the neurons of each set that `ablate` changes.
 
     `first` has the first 1, 2, 4, ... builders; `alone` one of the next three; `constant` holds all at their
-    mean. Three controls have as many units: the `removers`, which change the same dimension; those that write
-    most `elsewhere`; and `random` ones of the builders' layers.
+    mean. Three controls have as many neurons: the `removers`, which change the same dimension; those that
+    write most `elsewhere`; and `random` ones of the builders' layers.
     """
     count = len(units)
     sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
-    writes = {}  # how much each unit writes elsewhere
+    writes = {}  # how much each neuron writes elsewhere
     for layer, sizes_elsewhere in activity.elsewhere.items():
         writes[layer] = sizes_elsewhere * activity.model.down(layer).float().norm(dim=0).cpu()
     elsewhere = ranked(writes, 2 * count)
@@ -202,7 +202,7 @@ def sets_of_units(settings: AblateSettings, activity, units):
 
 @torch.inference_mode()
 def bos(settings: Settings):
-    """Does a model sink on BOS, or on position 1? BOS first, elsewhere, or not at all (ours; minutes)"""
+    """Does a model sink on BOS or on position 1? With BOS first, at position 10, or absent (ours; minutes)"""
     experiment, lists = measure_models("bos", "ours", settings, with_and_without_bos)
     sinks.tell_bos(lists["rows"])
     columns = ("checkpoint", "kind", "place", "layer", "alpha", "sink_rate")
@@ -227,15 +227,15 @@ def with_and_without_bos(settings: Settings, spec, model):
 
 
 def transplant(settings: TransplantSettings):
-    """Does the sink move onto any constant? The cases of sinks.py, and controls (ours; minutes)"""
+    """Does the sink move onto any constant? The cases of sinks.py and controls (ours; minutes)"""
     return sinks.transplant(settings, partial(cases_and_controls, settings.input_seed))
 
 
 def cases_and_controls(seed, model, moved, activity, others, bos):
-    """More cases: other tokens in front, other builders, constants in some layers, and wrong constants.
+    """Cases and controls: other tokens in front, other builders, constants in some layers, wrong constants.
 
-    If constants of layer 1 suffice, or of the layers up to the dimension's first jump, the chain breaks where
-    it begins. If those of position 2, of other heads or drawn ones suffice, any constant would do.
+    If constants in layer 1 suffice, or in the layers up to the dimension's first jump, the chain breaks where
+    it begins. If constants of position 2, of other heads or random ones suffice, any constant would do.
     """
     cases = sinks.transplant_cases(model, moved, activity, others, bos)
     tokens = others.unique().tolist()
@@ -262,7 +262,7 @@ def cases_and_controls(seed, model, moved, activity, others, bos):
 
 
 def drawn_like(constants, generator):
-    """Random constants, each vector (G, Dh) as long as the one in its place: the keys first."""
+    """Random constants, each vector as long as the one it replaces."""
     drawn = []
     for vectors in zip(*constants.values()):
         for vector in vectors:

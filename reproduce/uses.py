@@ -1,7 +1,7 @@
-"""What is a constant that ends the sink good for: in 8 bits, and in front of a cache that forgets? (ours)
+"""What is a constant that takes the sink over good for? 8 bits, and a cache that forgets (ours)
 
 python -m reproduce.uses rounding               # the loss in 8 bits, with constants and without
-python -m reproduce.uses streaming              # the loss of long texts, the newest 256 tokens cached
+python -m reproduce.uses streaming              # the loss of long texts with a cache of 256 tokens
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from measure.units import alpha_and_loss
 from sinks import Settings, measure_models, split_windows
 from sources.inputs import bos_of
 
-BIN = 32  # predictions whose mean loss is a point of `streaming`'s figure
+BIN = 32  # predictions in a point of `streaming`'s figure
 
 
 @dataclass
@@ -28,7 +28,7 @@ class UseSettings(Settings):
     """The settings of `rounding`."""
 
     num_sequences: at_least(2) = 12  # sequences
-    num_constants: at_least(1) = 16  # sequences of docstrings whose first tokens give the constants
+    num_constants: at_least(1) = 16  # sequences of docstrings whose first position gives the constants
 
 
 @dataclass
@@ -36,12 +36,12 @@ class StreamingSettings(UseSettings):
     """The settings of `streaming`."""
 
     num_sequences: at_least(2) = 4  # sequences
-    sequence_length: at_least(2) = 768  # tokens in a sequence; those behind the first window are predicted
+    sequence_length: at_least(2) = 768  # tokens in a sequence; those after the first window are predicted
     window: at_least(2) = 256  # tokens that the cache holds
 
 
 def rounding(settings: UseSettings):
-    """What does a constant save in 8 bits? A scale a tensor or a token, inputs or weights, too (minutes)"""
+    """What does a constant save in 8 bits? One scale per tensor or token, weights too (minutes)"""
     experiment, lists = measure_models("rounding", "ours", settings, roundings)
     columns = ("checkpoint", "kind", "rounded", "scale", "loss", "loss_from_ninth")
     return experiment.save(**lists, columns=(*columns, "largest_state", "largest_input"))
@@ -49,9 +49,9 @@ def rounding(settings: UseSettings):
 
 @torch.inference_mode()
 def roundings(settings: UseSettings, spec, model):
-    """A row for each way of rounding, for the model as it is and with constants.
+    """A row for each way of rounding, for the unchanged model and with constants.
 
-    Where a text begins with BOS, the constants are made of BOS: with them the text is read without it, too.
+    Where a text begins with BOS, the constants are BOS's, and the text is read without BOS as well.
     """
     if not model.linears:
         raise UserError(f"{spec.label}: the inputs of stacked experts are not rounded")
@@ -79,7 +79,7 @@ def roundings(settings: UseSettings, spec, model):
 
 
 def largest_numbers(model, tokens):
-    """The largest |number| of the stream, and of what enters the blocks' projections."""
+    """The largest |number| of the stream and of the inputs of the blocks' projections."""
     states, inputs = [], []
 
     def note(module, given):
@@ -94,7 +94,7 @@ def largest_numbers(model, tokens):
 
 
 def streaming(settings: StreamingSettings):
-    """Can a constant stand in front of a cache that forgets? StreamingLLM's case (2309.17453; minutes)"""
+    """What does a constant save in a cache that forgets? StreamingLLM's case (2309.17453; minutes)"""
     if settings.window >= settings.sequence_length:
         raise UserError(f"--window {settings.window}: expected less than --sequence-length")
     experiment, lists = measure_models("streaming", "ours", settings, streamings)
@@ -104,7 +104,7 @@ def streaming(settings: StreamingSettings):
 
 
 def draw_streaming(path, points, window) -> None:
-    """Draw what a window costs, with a constant and without, against the full context."""
+    """Draw the loss that a window adds to the full context's, with constants and without."""
     full = {}
     for point in points:
         if point["kind"] == "full context":
@@ -122,9 +122,9 @@ def draw_streaming(path, points, window) -> None:
 
 @torch.inference_mode()
 def streamings(settings: StreamingSettings, spec, model):
-    """A row for each kind of context, and a point for each BIN predictions, all of the same tokens.
+    """A row for each kind of context, and a point for each BIN predictions.
 
-    Those are the text's tokens behind the first window, whatever the model predicts.
+    All predict the same tokens: those of the text after the first window.
     """
     if spec.is_ours:
         raise UserError(f"{spec.label}: model.py has no cache; only models of transformers are read so")
@@ -147,7 +147,7 @@ def streamings(settings: StreamingSettings, spec, model):
         "window, first token kept": lambda: streamed(model, tokens, window, first_tokens),
     }
     for kind, read in progress(cases.items(), desc="streaming", unit=" cases", leave=False):
-        states = read()[:, window - 1 : -1]  # those that predict tokens behind the window
+        states = read()[:, window - 1 : -1]  # those that predict tokens after the window
         total = 0
         for start in range(0, states.shape[1], BIN):
             some = states[:, start : start + BIN]
@@ -160,15 +160,15 @@ def streamings(settings: StreamingSettings, spec, model):
 
 
 def streamed(lens, tokens, window, entries=None):
-    """Final states (n, T, d) of tokens (n, T), each of which sees the newest `window` of them, and an entry.
+    """Final states (n, T, d) of tokens (n, T), each of which sees the newest `window` of them and an entry.
 
-    That is what generation sees whose cache holds the newest tokens, with positions counted within the cache:
-    the entry is at 0, the newest token at most at `window`. Only distances count, so that here the tokens
-    stay, and each sees the entry at another position: `entries` has it at all of them, as `entries_at`.
+    Generation sees the same if its cache holds the newest tokens and counts positions within the cache: the
+    entry is at 0, the newest token at most at `window`. Only distances count, so here the tokens keep their
+    positions, and each sees the entry at another one: `entries` has it at all of them, as `entries_at`.
     """
     n, T = tokens.shape
     place = torch.arange(T, device=tokens.device)
-    behind = place[:, None] - place  # how far a token is behind another
+    behind = place[:, None] - place  # how far a query is behind a token
     sees = (behind >= 0) & (behind < window)  # (T, T)
     cache = DynamicCache()
     if entries is not None:
@@ -186,9 +186,9 @@ def streamed(lens, tokens, window, entries=None):
 
 
 def entries_at(lens, tokens, count, is_mean=False):
-    """By layer the keys and the values of tokens (c,) at positions 0 to count - 1, (c, G, count, D) each.
+    """Keys and values, (c, G, count, D) each by layer, of tokens (c,) at positions 0 to count - 1.
 
-    They are what a cache of the model holds of a token that stands there alone, or their means, as c = 1.
+    They are what a cache holds of a token that stands there alone; with `is_mean`, their means, as c = 1.
     """
     places = torch.arange(count, device=tokens.device).repeat(len(tokens))[:, None]
     cache = DynamicCache()
