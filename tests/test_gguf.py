@@ -5,6 +5,7 @@ import json
 import struct
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,10 +14,11 @@ import torch
 import transformers
 from conftest import KINDS, ROOT, assert_refused, random_model, run_here
 from tokenizers import decoders, models, pre_tokenizers, trainers
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from lib.settings import UserError
 from model import ModelConfig
-from sources import checkpoint, data, formats, strangers
+from sources import checkpoint, data, formats, inputs, strangers
 
 gguf = pytest.importorskip("gguf")
 KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
@@ -153,8 +155,7 @@ def test_transformers_reads_the_same(tiny):
     model, path = tiny
     config = transformers.LlamaConfig(**checkpoint.config_json(model.config))
     reference = transformers.LlamaForCausalLM(config)
-    loader = transformers.modeling_gguf_pytorch_utils.load_gguf_checkpoint
-    theirs = loader(str(path), return_tensors=True, model_to_load=reference)["tensors"]
+    theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
     source = checkpoint.parse_spec(str(path)).open(any_architecture=True)
     assert theirs.keys() == source.shapes.keys()
     for name, weight in theirs.items():
@@ -243,6 +244,15 @@ def test_a_tokenizer_json(coder, tmp_path):
     assert theirs("a").input_ids[0] == 0
     tokenizer = data.load_tokenizer(str(path))
     assert tokenizer.encode([TEXT]) == [whole] and tokenizer.bos == 0 and tokenizer.adds_bos
+
+
+def test_eos_in_the_place_of_bos_is_told(coder, tmp_path, capsys):
+    coder.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    spec = SimpleNamespace(label="tiny", tokenizer_file=tmp_path / "tokenizer.json")
+    settings = inputs.TextSettings(bos="always", device="cpu", out=str(tmp_path))
+    assert inputs.text_of(settings, spec) == "docstrings"
+    assert inputs.bos_of(settings, spec) == 0 and "EOS, 0, stands in BOS's place" in capsys.readouterr().err
 
 
 def test_a_child_keeps_the_tokenizer(tiny, coder, tmp_path, monkeypatch):
