@@ -112,7 +112,7 @@ class Lens:
             try:
                 states = self.trunk(**{name: inputs}, use_cache=False, return_dict=True).last_hidden_state
             except (IndexError, RuntimeError) as error:
-                if "out of bounds" not in str(error):
+                if "index" not in str(error):
                     raise
                 raise UserError(f"{T} positions are too many for its tables: {error}") from None
         return states[:, -1] if last_only else states

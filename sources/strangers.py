@@ -204,10 +204,9 @@ def converted(path):
             output_loading_info=True,
             **EAGER,
         )
-        if info["missing_keys"] or info["mismatched_keys"]:
-            raise UserError(
-                f"{path}: {min(map(str, info['missing_keys'] or info['mismatched_keys']))} is missing"
-            )
+        missing = info["missing_keys"] or info["mismatched_keys"]
+        if missing:
+            raise UserError(f"{path}: {min(map(str, missing))} is missing")
         check_all_read(path, header, model)
         with atomic_folder(folder) as new:
             model.save_pretrained(new)
@@ -216,7 +215,7 @@ def converted(path):
 
 
 def check_all_read(path, header, model) -> None:
-    """UserError if a file has more numbers than reached the model: transformers drops some in silence."""
+    """UserError if transformers drops numbers of a file, as biases or factors of RoPE."""
     state = model.state_dict()
     reached = sum({weight.data_ptr(): weight.numel() for weight in state.values()}.values())  # once if tied
     unread = sum(math.prod(tensor.shape) for tensor in header.tensors.values()) - reached
@@ -232,9 +231,6 @@ def follow_header(path, header, config) -> None:
     said = {
         key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")
     }
-    factors = [tensor for tensor in header.tensors if "rope_f" in tensor]
-    if factors:
-        raise UserError(f"{path}: its factors of RoPE, {factors[0]}, are not followed: take safetensors")
     if TOKEN_TABLE in header.tensors:  # a header need not say
         config.vocab_size = header.tensors[TOKEN_TABLE].shape[0]
     if "context_length" in said:  # which transformers drops for GPT-2

@@ -5,6 +5,7 @@ import json
 import struct
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from lib.settings import UserError
 from model import ModelConfig
-from sources import checkpoint, data, formats, strangers
+from sources import checkpoint, data, formats, inputs, strangers
 
 gguf = pytest.importorskip("gguf")
 KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
@@ -243,6 +244,15 @@ def test_a_tokenizer_json(coder, tmp_path):
     assert theirs("a").input_ids[0] == 0
     tokenizer = data.load_tokenizer(str(path))
     assert tokenizer.encode([TEXT]) == [whole] and tokenizer.bos == 0 and tokenizer.adds_bos
+
+
+def test_eos_in_the_place_of_bos_is_told(coder, tmp_path, capsys):
+    coder.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
+    spec = SimpleNamespace(label="tiny", tokenizer_file=tmp_path / "tokenizer.json")
+    settings = inputs.TextSettings(bos="always", device="cpu", out=str(tmp_path))
+    assert inputs.text_of(settings, spec) == "docstrings"
+    assert inputs.bos_of(settings, spec) == 0 and "EOS, 0, stands in BOS's place" in capsys.readouterr().err
 
 
 def test_a_child_keeps_the_tokenizer(tiny, coder, tmp_path, monkeypatch):
