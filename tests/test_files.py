@@ -16,7 +16,7 @@ def test_what_is_no_regular_file_of_a_sane_size(tmp_path):
     (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 30 * 2**30)  # which the disk does not hold
-    reasons = dict.fromkeys(("pipe", "device", "folder"), "it is no regular file")
+    reasons = dict.fromkeys(("pipe", "device", "folder"), "not a regular file")
     reasons |= {"nowhere": "missing", "gone": "missing", "large": "32,212,254,720 bytes"}
     for name, reason in reasons.items():
         with pytest.raises(UserError, match=reason):
