@@ -477,10 +477,14 @@ class CheckpointReader:
 
     def read(self, name, part=()):
         """One tensor, or a part, in memory of its own; UserError for one that is not finite."""
-        weight = self.tensors[name].read(part)
-        if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():  # which takes no memory
-            raise UserError(f"{self.place}: {name} is not finite: check it for NaN")
-        return weight
+        return finite(self.place, name, self.tensors[name].read(part))
+
+
+def finite(place, name, weight):
+    """The same weight; UserError if it is not finite."""
+    if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():  # which takes no memory
+        raise UserError(f"{place}: {name} is not finite: check it for NaN")
+    return weight
 
 
 def open_checkpoint(place, any_architecture=False):

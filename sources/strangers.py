@@ -40,6 +40,7 @@ from sources.formats import (
     as_user_error,
     contents,
     converted_place,
+    finite,
     folder_of,
     open_gguf,
     packed_error,
@@ -132,12 +133,6 @@ def open_lens(place, device="cpu", dtype=torch.float32):
         except UserError as error:
             raise UserError(f"{place} cannot be measured: {error}") from None
     return lens
-
-
-def finite(place, name, weight):
-    if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():
-        raise UserError(f"{place}: {name} is not finite: check it for NaN")
-    return weight
 
 
 def check_size(place, kind, config, device, dtype) -> None:
