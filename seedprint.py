@@ -4,7 +4,6 @@
     python seedprint.py matrix MODEL MODEL MODEL           # all pairs, and a family tree
     python seedprint.py identify SUSPECT --seeds 0 99999   # which seed of init.py?
     python seedprint.py paper BASE SUSPECT                 # SeedPrint, the paper's test
-    python seedprint.py persistence RUN                    # does the initialization fade in training?
 
 `compare` and `matrix` read weights alone (`lineage/compare.py`); `lineage/table.py` has the rules for the
 verdict. A row says that `units_found` of `units` neurons (hidden units of an MLP) were matched, with a median
@@ -24,8 +23,8 @@ from typing import Literal
 import numpy as np
 import torch
 
-from init import SCHEMES, newborn
-from lib.figures import draw_persistence, lineage_figure
+from init import SCHEMES
+from lib.figures import lineage_figure
 from lib.random import keyed_generator
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, rank
@@ -36,12 +35,11 @@ from lineage.evidence import parts_looked_at
 from lineage.family import draw_family
 from lineage.settings import CompareSettings, IdentifySettings, Names
 from lineage.verdict import unread_row
-from sources.checkpoint import check_lengths, parse_spec, shortest_context, steps
+from sources.checkpoint import check_lengths, parse_spec, shortest_context
 from sources.inputs import random_tokens, random_vectors
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
 NULLS = 10  # Gaussian pairs that the paper's test compares with
-STRANGER_SEED = 2**31 - 1  # of the newborn that `persistence` compares with, unless --stranger names a run
 
 
 @dataclass
@@ -54,14 +52,6 @@ class PaperSettings(RunSettings):
     inputs: Literal["tokens", "gaussian"] = "tokens"  # gaussian makes unrelated models look related
     paper_sequences: at_least(3) = 1000  # random sequences; the paper has 10000
     paper_length: int = 64  # tokens in each of them; the paper has 1024
-
-
-@dataclass
-class PersistenceSettings(PaperSettings):
-    """The settings of `persistence`: those of `paper`, and an unrelated model."""
-
-    models: Names = ()  # one run folder
-    stranger: str | None = None  # an unrelated run; None: a newborn of another seed
 
 
 def compare(settings: CompareSettings):
@@ -137,49 +127,6 @@ def paper(settings: PaperSettings):
         outputs = outputs_of(spec, vocab_size, experiment)
         rows.append({"base": base.name, "suspect": spec.name} | paper_test(base_outputs, outputs))
     return experiment.save(rows)
-
-
-def persistence(settings: PersistenceSettings):
-    """Does the initialization fade? Compares each checkpoint of a run with it (BB Figures 11, 14).
-
-    `mean_tau` and `std_tau` are over the half of the dimensions with the largest mean outputs at
-    initialization. Each step is also compared with the same step of --stranger, or with its last one. Writes
-    persistence.json and .png.
-    """
-    folders = steps(settings.models[0]) if len(settings.models) == 1 else []
-    if len(folders) < 2 or folders[0].name != "step_0000000":
-        raise UserError("persistence expects one run folder with step_0000000 and a later step")
-    specs = [parse_spec(str(folder)) for folder in folders]
-    compared = specs[:1]
-    strangers = {}  # the unrelated run's checkpoints, by step
-    if settings.stranger is not None:
-        compared.append(parse_spec(settings.stranger))
-        strangers = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
-    check_comparable(compared, settings)
-    experiment = Experiment.begin("persistence", "BB Figures 11 and 14", settings)
-    vocab_size = min(spec.config.vocab_size for spec in compared)
-    birth = outputs_of(specs[0], vocab_size, experiment)
-    chosen = top_dimensions(birth)
-    if settings.stranger is None:
-        where = (experiment.device, experiment.dtype)
-        model = newborn(specs[0].config, STRANGER_SEED, None, settings.init, *where)
-        last_stranger = last_outputs(model, vocab_size, settings).numpy()
-    else:
-        last_stranger = outputs_of(compared[1], vocab_size, experiment)
-    rows = []
-    for spec in progress(specs, desc="checkpoints"):
-        step = spec.folder.name
-        outputs = outputs_of(spec, vocab_size, experiment)
-        stranger = outputs_of(strangers[step], vocab_size, experiment) if step in strangers else last_stranger
-        row = {"step": int(step.removeprefix("step_"))}
-        for prefix, states in (("", outputs), ("stranger_", stranger)):
-            taus = kendall(birth, states, chosen)
-            row |= {f"{prefix}mean_tau": taus.mean(), f"{prefix}std_tau": taus.std()}
-        test = paper_test(birth, outputs)
-        rows.append(row | {"paper_t_p": test["paper_t_p"], "paper_u_p": test["paper_u_p"]})
-    result = experiment.save(rows)
-    draw_persistence(experiment.folder / "persistence.png", rows)
-    return result
 
 
 def check_comparable(specs, settings: PaperSettings) -> None:
@@ -282,7 +229,6 @@ COMMANDS = {
     "paper": Command(paper, PaperSettings()),
     "matrix": Command(matrix, CompareSettings()),
     "identify": Command(identify, IdentifySettings()),
-    "persistence": Command(persistence, PersistenceSettings()),
 }
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
 --resume continues from the newest whole checkpoint with the run's own settings; flags may change only those
-in MAY_CHANGE. With a config file or other flags, it starts a run that is missing.
+in `origins.MAY_CHANGE`. With a config file or other flags, it starts a run that is missing.
 
 Each epoch shuffles the training windows by the data seed, and each step takes the next ones, for any number
 of ranks and micro-batches. So a run needs no random state to resume, and on a CPU ends with the same bits as
@@ -16,7 +16,7 @@ if never killed. On SIGTERM, SIGINT or SIGUSR1 it finishes its step or leaves it
 
 import math
 import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import Literal
 
@@ -75,11 +75,6 @@ class Settings(RunSettings):
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model
     resume: bool = False  # continue from the newest whole checkpoint in --out
     out: str = "runs/default"  # run folder
-
-
-# Settings that may change with --resume. A new max_iters also changes the schedule of the learning rate.
-MAY_CHANGE = {"device", "log_every", "eval_every", "eval_sequences", "track_sinks", "save_every", "compile"}
-MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
 
 def train(settings: Settings):
@@ -284,29 +279,8 @@ def training_flops(model, T):
     return 6 * (weights + attention)
 
 
-def completed_settings(settings: Settings, flags, in_files):
-    """The settings that a command line means: to resume, those of settings.json, changed by flags."""
-    of_birth = {"model", "seed", "embedding_seed", "init", *origins.SIZES} if settings.init_from else set()
-    for name in sorted(of_birth & flags):
-        raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} sets it; leave one out")
-    run = Run(settings.out)
-    if settings.resume and run.settings_file.exists():
-        return run.settings(settings, flags | in_files, MAY_CHANGE)
-    if settings.resume and not (in_files or flags - MAY_CHANGE):
-        raise UserError(f"no run in {run.folder} to resume: check --out, or start one without --resume")
-    if settings.resume:
-        say(f"no run in {run.folder} to resume: starting it")
-    if settings.warmup_iters >= settings.max_iters:
-        if "warmup_iters" in flags | in_files:
-            hint = f"expected fewer than the {settings.max_iters} of --max-iters"
-            raise UserError(f"--warmup-iters {settings.warmup_iters}: {hint}")
-        settings = replace(settings, warmup_iters=settings.max_iters // 6)
-        say(f"--warmup-iters {settings.warmup_iters}, a sixth of --max-iters: the default is too long")
-    return settings
-
-
 COMMANDS = {
-    "": Command(train, Settings(), completed_settings),
+    "": Command(train, Settings(), origins.completed),
     "sample": Command(sample, SampleSettings()),
 }
 

@@ -24,10 +24,11 @@ from lib.runtime import progress
 from lib.settings import Command, OutputSettings, at_least, run_script
 from lineage.compare import CompareSettings, compare_models, read_model
 from lineage.disguise import as_source, disguised, select, weights_of
-from seedprint import STRANGER_SEED
 from sources.checkpoint import Newborn, parse_spec
 from sources.formats import TOKEN_TABLE
 from sources.inputs import TextSettings, read_tokens
+
+STRANGER_SEED = 2**31 - 1  # of newborns that no model descends from
 
 
 @dataclass

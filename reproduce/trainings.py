@@ -30,6 +30,7 @@ from seedprint import PaperSettings, last_outputs, paper_test
 from sources import checkpoint
 from sources.data import TokenData, default_folder
 from sources.inputs import TextSettings, read_tokens
+from sources.origins import MAY_CHANGE
 from sources.runs import Run, read_rows
 
 SEEDS = (42, 123, 1000, 2000)
@@ -42,7 +43,7 @@ CALIBRATED = {  # for each configuration, the calibrations to train, and the see
     CONFIG: (KINDS, range(42, 45)),
 }
 # What may differ in an existing run: not its length, nor when and on what it was evaluated.
-MAY_DIFFER = train.MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | {"keep", "dtype"}
+MAY_DIFFER = MAY_CHANGE - {"max_iters", "eval_every", "eval_sequences"} | {"keep", "dtype"}
 
 
 @dataclass

@@ -1,14 +1,40 @@
-"""The model that a run starts or resumes with; settings are those of train.py."""
+"""The settings and the model that a run of train.py starts or resumes with."""
 
 from dataclasses import replace
 
 from init import newborn
-from lib.settings import UserError
+from lib.settings import UserError, say
 from model import PRESETS
 from sources import checkpoint
 from sources.inputs import check_tokenizer
+from sources.runs import Run
 
 SIZES = ("num_layers", "num_heads", "d_model", "d_ff")  # of a preset; settings may change them
+
+# Settings that may change with --resume. A new max_iters also changes the schedule of the learning rate.
+MAY_CHANGE = {"device", "log_every", "eval_every", "eval_sequences", "track_sinks", "save_every", "compile"}
+MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
+
+
+def completed(settings, flags, in_files):
+    """The settings that a command line means: to resume, those of settings.json, changed by flags."""
+    of_birth = {"model", "seed", "embedding_seed", "init", *SIZES} if settings.init_from else set()
+    for name in sorted(of_birth & flags):
+        raise UserError(f"--{name.replace('_', '-')}: {settings.init_from} sets it; leave one out")
+    run = Run(settings.out)
+    if settings.resume and run.settings_file.exists():
+        return run.settings(settings, flags | in_files, MAY_CHANGE)
+    if settings.resume and not (in_files or flags - MAY_CHANGE):
+        raise UserError(f"no run in {run.folder} to resume: check --out, or start one without --resume")
+    if settings.resume:
+        say(f"no run in {run.folder} to resume: starting it")
+    if settings.warmup_iters >= settings.max_iters:
+        if "warmup_iters" in flags | in_files:
+            hint = f"expected fewer than the {settings.max_iters} of --max-iters"
+            raise UserError(f"--warmup-iters {settings.warmup_iters}: {hint}")
+        settings = replace(settings, warmup_iters=settings.max_iters // 6)
+        say(f"--warmup-iters {settings.warmup_iters}, a sixth of --max-iters: the default is too long")
+    return settings
 
 
 def chosen(settings, run):

@@ -27,11 +27,12 @@ FEW = ["--permutations", 199]
 OUTPUTS = ["--paper-sequences", 40, "--paper-length", 9, "--device", "cpu", "--dtype", "float32"]
 
 
-def run(*words, out: Path) -> tuple[dict, str]:
+def run(*words, out: Path, script="seedprint") -> tuple[dict, str]:
     """What a command line writes, and what it prints."""
-    done = run_here("seedprint", *words, "--out", out)
+    done = run_here(script, *words, "--out", out)
     assert done.returncode == 0, done.stderr
     name = {"paper": "paper_test"}.get(words[0], words[0])
+    name = name if script == "seedprint" else script.removeprefix("reproduce.")
     return read_json(out / f"{name}.json"), done.stdout
 
 
@@ -192,7 +193,7 @@ def test_persistence(stranger, steps_of_stranger, runs, tmp_path):
     birth = last_states(runs / "a" / "step_0000000", tokens)
     chosen = (-birth.mean(0)).argsort()[:32]
     more = ["--stranger", runs / stranger] if stranger else []
-    result, _ = run("persistence", runs / "a", *OUTPUTS, *more, out=tmp_path)
+    result, _ = run(runs / "a", *OUTPUTS, *more, out=tmp_path, script="reproduce.persistence")
     rows = {row["step"]: row for row in result["rows"]}
     assert list(rows) == list(STEPS)
     for step, row in rows.items():
@@ -222,7 +223,6 @@ def test_persistence(stranger, steps_of_stranger, runs, tmp_path):
         ("paper tiny_llama@1 tiny_llama@2 --paper-length 257", "--paper-length 257"),
         ("identify tiny_llama@1 tiny_llama@2", "one model"),
         ("identify tiny_llama@1 --seeds 5 3", "--seeds 5 3"),
-        ("persistence nothing/here", "step_0000000"),
     ],
 )
 def test_mistakes(words, expected, tmp_path):
@@ -235,11 +235,15 @@ def test_models_that_do_not_fit(family, runs, tmp_path):
     for words, expected in (
         (["paper", base, narrow], "width"),
         (["paper", base, short], "--paper-length 64"),
-        (["persistence", runs / "a", *OUTPUTS, "--stranger", narrow], "width"),
-        (["persistence", runs / "one"], "step_0000000"),
         (["identify", family / "mlp"], "v_proj"),
     ):
         assert_refused(run_here("seedprint", *words, "--out", tmp_path / "out"), expected)
+    for words, expected in (
+        ([runs / "a", *OUTPUTS, "--stranger", narrow], "width"),
+        ([runs / "one"], "step_0000000"),
+        (["nothing/here"], "step_0000000"),
+    ):
+        assert_refused(run_here("reproduce.persistence", *words, "--out", tmp_path / "out"), expected)
     # units can be compared, coordinates cannot
     (row,) = run("matrix", base, narrow, *FEW, out=tmp_path)[0]["rows"]
     assert row["verdict"] == "no evidence" and row["body_z"] is None
