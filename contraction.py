@@ -142,7 +142,7 @@ def predict(settings: LengthSettings):
         row["predicted_cosine"] = theory.kernel_recursion(model.config, T, settings.init)[-1]
         experiment.rows.append(row)
     question = "Do the weights alone predict the direction? (one point per dimension, of vectors of norm 1)"
-    diagonal = {"predicted": "exactly"}  # the column over itself
+    diagonal = {"predicted": "exactly"}  # draws the diagonal
     result = experiment.save(experiment.rows, (*SHOWN, "predicted_token", "direction_cosine"))
     plot(experiment, points, question, "predicted", "model", diagonal, "measured", style=".")
     return result
@@ -158,7 +158,7 @@ def cure(settings: LengthSettings):
             prediction = theory.kernel_recursion(model.config, T, scheme)
             key |= {"init": scheme, "sequence_length": T, "predicted_cosine": prediction[-1]}
             experiment.rows.append(key | preference(model, counts))
-    question = "Does a birth without the MLPs' common mean output cure the contraction?"
+    question = "Does removing the MLPs' mean output at initialization prevent contraction?"
     theories = {"predicted_cosine": "kernel recursion"}
     return experiment.finish(question, "seed", "init", theories, (), ("init", *SHOWN), style="o")
 

@@ -128,7 +128,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     see.
     """
     if 1 < q.shape[2] < k.shape[2]:
-        q = torch.cat((q[:, :, :1], q), dim=2)  # a dummy query for the sink, so that every key has one
+        q = torch.cat((q[:, :, :1], q), dim=2)  # is_causal aligns query 0 with key 0
         return causal_attention(q, k, v)[:, :, 1:]
     if q.device.type == "cpu":
         return kernels.causal_attention(q, k, v)
@@ -139,7 +139,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def with_sink(sink: Tensor | None, x: Tensor) -> Tensor:
     """Prepend an explicit sink's key or value (G Dh,), if any, to x (B, G, T, Dh): (B, G, 1 + T, Dh).
 
-    The key is not rotated. Nor is position 1's, where RoPE's angle is 0: queries see both at one place.
+    The key is not rotated, so a query sees it at the same distance as position 1, whose RoPE angle is 0.
     """
     if sink is None:
         return x
@@ -150,8 +150,9 @@ def with_sink(sink: Tensor | None, x: Tensor) -> Tensor:
 def mean_attention(q: Tensor, k: Tensor, sink_key: Tensor | None, positions) -> Tensor:
     """alpha (B, H, K): the weight on each of K positions, averaged over the queries that see it (BB 6.2.1).
 
-    Attention averages values, so with one-hot values it returns its weights, in O(T) memory. The CPU's kernel
-    needs values as wide as keys, hence Dh positions at a time. Position 0 is `sink_key` (G Dh,), if any.
+    Attention returns weighted means of values. With one-hot values these are the weights, and no T x T matrix
+    is stored. The CPU's kernel needs values as wide as keys, so we ask for Dh positions at a time. Position 0
+    is `sink_key` (G Dh,), if any.
     """
     keys = with_sink(sink_key, k)
     first = k.shape[2] + 1 - keys.shape[2]  # position of the first key: 1, or 0 with an explicit sink
@@ -206,7 +207,7 @@ class Attention(nn.Module):
         """Scale the heads' outputs at positions i = 1..T, since a mean of i values shrinks like 1/sqrt(i).
 
         `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / context_length) (BB 6.2); `headnorm` is
-        RMSNorm (SO). Other scripts have experiments that are called `amplify`, too.
+        RMSNorm (SO).
         """
         kind = self.config.attn_calibration
         if kind == "none":
@@ -283,7 +284,7 @@ class Transformer(nn.Module):
         self.register_buffer("cos_sin", None, persistent=False)  # (2, T, 1, Dh/2) float32
 
     def make_angles(self, T=FIRST_POSITIONS) -> None:
-        """Precompute RoPE for T positions, or the context; call once when the weights are in place."""
+        """Precompute RoPE for min(T, context) positions; call once when the weights are in place."""
         with torch.inference_mode(False):  # a later backward pass may use them
             position = torch.arange(min(T, self.config.context_length))
             angle = torch.outer(position, rope_frequencies(self.config))[:, None]  # (T, 1, Dh/2), radians
@@ -310,7 +311,7 @@ class Transformer(nn.Module):
         `on_state(layer, x)`: called with the stream (B, T, d) before the first block, as 0, and after each.
         `on_heads(layer, heads, q, k, v, alpha)`: called with the calibrated outputs of heads (B, H, T, Dh),
         rotated q and k, and `mean_attention` as a function of positions. A returned tensor replaces heads.
-        Where only the last position is computed, T is 1 in x, heads and q. ValueError beyond the context.
+        With `last_only`, heads and q of the last block have T = 1. ValueError beyond the context.
         """
         T = inputs.shape[1]
         if T > self.config.context_length:

@@ -98,14 +98,14 @@ def matrix(settings: CompareSettings):
 
 
 def check_several(names):
-    """Returns the names; UserError if there are fewer than two."""
+    """The names; UserError if there are fewer than two."""
     if len(names) < 2:
-        raise UserError("expected at least 2 models: checkpoint folders, or PRESET@SEED")
+        raise UserError("expected at least 2 models: names on the Hub, folders, files, or PRESET@SEED")
     return names
 
 
 def open_model(name, settings: CompareSettings):
-    """Opens a model of any architecture by its name; UserError if it cannot be read."""
+    """The Model of a name, of any architecture; UserError if it cannot be read."""
     source = parse_spec(name, settings.init, in_parts=True).open(any_architecture=True)
     source.expect((name, part) for name, shape in source.shapes.items() for part in parts_looked_at(shape))
     return read_model(name, source)
@@ -114,7 +114,7 @@ def open_model(name, settings: CompareSettings):
 def paper(settings: PaperSettings):
     """Is each suspect related to the base by SeedPrint, the paper's test? (BB 6.1) Writes paper_test.json.
 
-    For each dimension that is large in both models, Kendall's tau says how well both rank the inputs alike.
+    For each dimension that is large in both models, Kendall's tau says how similarly they rank the inputs.
     `paper_t_p` and `paper_u_p` are p-values of a t-test and a U-test against Gaussian matrices' taus.
     """
     base, *suspects = specs = [parse_spec(name, settings.init) for name in check_several(settings.models)]
@@ -148,7 +148,7 @@ def outputs_of(spec, vocab_size, experiment):
 
 @torch.inference_mode()
 def last_outputs(model, vocab_size, settings: PaperSettings):
-    """Returns the final states at the last position of n random sequences, (n, d) on the CPU."""
+    """The final states at the last position of n random sequences, (n, d) on the CPU."""
     device = model.device
     T = settings.paper_length
     batch_size = default_batch_size(device, T)
@@ -164,9 +164,9 @@ def last_outputs(model, vocab_size, settings: PaperSettings):
 
 
 def paper_test(a, b):
-    """Returns the paper's test of two models' final states on the same inputs, (n, d) of float32 each.
+    """The paper's test of two models' final states on the same inputs, (n, d) of float32 each.
 
-    The `paper_k` identity dimensions are in the half with the largest mean outputs in both models. One-sided
+    An identity dimension is in the half with the largest means in both models; there are `paper_k`. One-sided
     t- and U-tests compare their taus with those of NULLS Gaussian pairs; the p-values are averaged.
     `closed_form_z` is the mean tau, divided by the standard error that k independent dimensions would have.
     """
@@ -200,23 +200,23 @@ def paper_test(a, b):
 
 @functools.lru_cache(maxsize=512)
 def null_taus(n, d, trial):
-    """Returns the taus of two Gaussian matrices (n, d) on their identity dimensions: the paper's null."""
+    """The taus of two Gaussian matrices (n, d) on their identity dimensions: the paper's null."""
     return identity_taus(*keyed_generator("paper null", n, d, trial).standard_normal((2, n, d), np.float32))
 
 
 def identity_taus(a, b):
-    """Returns Kendall's taus of two arrays (n, d) on the dimensions that are large in both."""
+    """Kendall's taus of two arrays (n, d) on the dimensions that are large in both."""
     return kendall(a, b, np.intersect1d(top_dimensions(a), top_dimensions(b)))
 
 
 def top_dimensions(rows):
-    """Returns the half of the dimensions of (n, d) with the largest mean."""
+    """The half of the dimensions of (n, d) with the largest mean."""
     mean = rows.mean(axis=0, dtype=np.float64)
     return np.argsort(-mean, kind="stable")[: rows.shape[1] // 2]
 
 
 def kendall(a, b, chosen):
-    """Returns Kendall's tau-b of a's and b's columns in `chosen`, (n, d) each; 0 for constant ones."""
+    """Kendall's tau-b of a's and b's columns in `chosen`, (n, d) each; 0 for constant ones."""
     from scipy import stats
 
     columns = zip(a.T[chosen].astype(np.float64), b.T[chosen].astype(np.float64))

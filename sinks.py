@@ -25,6 +25,7 @@ from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
+from measure.bos import ELSEWHERE, bos_or_position, tell_bos
 from measure.constants import read_constants, save_constants
 from measure.units import alpha_and_loss, by_token, observe, watch, zero_units
 from model import Transformer
@@ -32,7 +33,6 @@ from sources.checkpoint import check_lengths, chosen_models, shortest_context
 from sources.inputs import TextSettings, bos_of, read_tokens, text_of
 
 EPSILON = 0.3  # a sink head has an alpha_1 above this (arXiv 2410.10781)
-ELSEWHERE = 10  # where a BOS that is not first stands
 
 
 def sink_share(alpha: torch.Tensor) -> torch.Tensor:
@@ -196,7 +196,7 @@ def anatomy_rows(settings: Settings, spec, model):
     lists["builders"] = activity.describe(units)
     bos = bos_of(settings, spec)
     if bos is not None and tokens.shape[1] > ELSEWHERE and "constants" not in model.lacks:
-        lists["bos"] = bos_or_position(model, tokens[:, 1:], bos)
+        lists["bos"] = bos_or_position(model, tokens[:, 1:], bos, EPSILON)
     return lists
 
 
@@ -246,9 +246,9 @@ class Case:
 def transplant_cases(model, moved, activity, others, bos):
     """The model unchanged, with builders ablated, with constants, with both, or with a token in front.
 
-    A model trained with BOS reads it where unchanged, and has constants in its place. The selective builders
-    are chosen on the measured windows. A token in front, like a constant, gives the text's first token
-    something to attend to, so losses are best compared with that case.
+    A model trained with BOS reads BOS in the first two cases; in the others constants or a token replace it.
+    The selective builders are chosen on the measured windows. A token in front, like a constant, gives the
+    text's first token something to attend to, so losses are best compared with that case.
     """
     units = activity.selective()
     tokens = others.unique().tolist()
@@ -264,48 +264,13 @@ def transplant_cases(model, moved, activity, others, bos):
 
 
 def bos_cases(model, texts, bos):
-    """No BOS; constants of ordinary first tokens, of texts (n, T), in its place; BOS within the text."""
+    """No BOS; constants from the first tokens of texts (n, T) instead; BOS within the text."""
     of_first = attention.with_constants(model, attention.constants_at(model, texts))
     return [
         Case("no BOS", model, has_chain=True),
         Case("constants of first tokens", of_first, place=0),
         Case(f"BOS at position {ELSEWHERE}", model, place=ELSEWHERE, token=bos),
     ]
-
-
-def bos_or_position(model, text, bos):
-    """A row for each case and layer with attention: to BOS, to position 1 without BOS, or to a constant.
-
-    Constants are those of BOS, and those of the first tokens of the same text (n, T).
-    """
-    of_bos = attention.with_constants(model, attention.constants_at(model, text.new_tensor([[bos]])))
-    cases = [Case("BOS first", model, prefix=[bos]), Case("BOS's constants, no BOS", of_bos, place=0)]
-    rows = []
-    for case in progress(cases + bos_cases(model, text, bos), desc="bos", unit=" cases", leave=False):
-        alphas = case.alpha(text).cpu()  # (n, L, H)
-        for layer, alpha in enumerate(alphas.unbind(1), start=1):
-            row = {"kind": case.kind, "place": case.place, "layer": layer, "alpha": alpha.mean().item()}
-            rows.append(row | {"sink_rate": (alpha > EPSILON).float().mean().item()})
-    return rows
-
-
-def tell_bos(rows) -> None:
-    """Print for each model in the rows of `bos_or_position` whether it sinks on BOS or on position 1."""
-    rates = defaultdict(lambda: defaultdict(list))  # by model and kind, those of layers
-    for row in rows:
-        rates[row["checkpoint"]][row["kind"]].append(100 * row["sink_rate"])
-    for label, by_kind in rates.items():
-        kinds = ("BOS first", f"BOS at position {ELSEWHERE}", "no BOS")
-        first, elsewhere, without = [np.mean(by_kind[kind]) for kind in kinds]
-        where = "sinks on position 1, with BOS there or without"
-        if max(first, elsewhere, without) < 1:
-            where = "hardly sinks on BOS or position 1"
-        elif without < first / 2:
-            where = "sinks on BOS, not on position 1"
-        elif first < without / 2:
-            where = "sinks on position 1, but not on BOS there"
-        said = f"{first:.1f} % of heads on BOS at position 1, {elsewhere:.1f} % on BOS at {ELSEWHERE}"
-        print(f"{label} {where}: {said}, and {without:.1f} % on position 1 without BOS")
 
 
 def transplant(settings: TransplantSettings, cases_of=transplant_cases):
@@ -338,7 +303,7 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
         constants = attention.constants_at(model, others)
         moved = attention.with_constants(model, constants)
         if settings.save and T == settings.sequence_length[0]:
-            facts = {"model": spec.label, "position": 1, "bos": bos_of(settings, spec)}
+            facts = {"model": spec.label, "position": 1, "bos": bos}
             facts["text"] = "docstrings" if spec.tokenizer_file else "random tokens"
             save_constants(Path(settings.save), constants, **facts)
         activity = observe(model, tokens)

@@ -103,7 +103,7 @@ class Training:
         self.device = device
         self.dtype = dtype
         model, self.step = origins.load_model(settings, run, origin, tokens)
-        model.make_angles(max(settings.sequence_length, FIRST_POSITIONS))  # a compiled model cannot
+        model.make_angles(max(settings.sequence_length, FIRST_POSITIONS))  # compiled code cannot
         self.raw_model = model.to(device).train()
         self.optimizer = make_optimizer(model, settings)
         run.restore(self.optimizer, model, self.step)
@@ -111,7 +111,7 @@ class Training:
         self.step_tokens = settings.global_batch_size * settings.sequence_length
 
     def go_on(self) -> None:
-        """Train to --max-iters or a signal; a step due for both is saved before it is evaluated."""
+        """Train to --max-iters or a signal. A step that is to be saved and evaluated is saved first."""
         settings, run = self.settings, self.run
         if self.step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {run.folder} is at step {self.step} already")

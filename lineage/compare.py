@@ -16,7 +16,7 @@ from sources.formats import token_ids
 
 @dataclass
 class Model:
-    """A model that is compared, by `read_model`; what takes long is read when it is asked for, and kept."""
+    """One side of a comparison, made by `read_model`. Slow parts are read on first use and cached."""
 
     name: str
     source: object  # the checkpoint
@@ -49,8 +49,8 @@ def read_model(name, source):
 def compare_models(base: Model, suspect: Model, settings: CompareSettings):
     """The row of two models (verdict, sentence, numbers), and for figures its `layers` and `layer_map`.
 
-    Bits and coordinates of few rows are looked at first. If they tell of all layers of what may be the
-    language models, nothing more is read; else hidden units of the other layers are looked for.
+    Bits and coordinates of a few rows come first. If these settle every layer of every possible language
+    model, nothing more is read. Otherwise neurons are matched in the layers not yet settled.
     """
     pairs = [Pair(*stacks) for stacks in itertools.product(base.stacks, suspect.stacks)]
     for pair in pairs:

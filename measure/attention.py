@@ -118,11 +118,11 @@ class Chain(Means):
     """The sinks paper's chain, by layer and position; `on_state` and `on_heads` go to `Transformer.hidden`.
 
     The chain, as the paper tells it (docs/sinks.md says what holds): a head's output is a mean of values. At
-    position 1 it is a single value, so its `std` over sequences, heads and dimensions is largest. W_O
-    amplifies what varies most (`output_tau`; language models do not, on average). This makes the builders, a
-    few neurons, fire at position 1 alone. They make one dimension of the stream huge (`norm`, `disparity`),
-    and RMSNorm shrinks all others. So first tokens have one key (`key_alignment`) and short values
-    (`value_norm`), and queries find them (`alpha`).
+    position 1 it is a single value, so its `std` over sequences, heads and dimensions is largest. W_O is said
+    to amplify what varies most (`output_tau`; in the models measured it does not, on average). This makes the
+    builders, a few neurons, fire at position 1 alone. They make one dimension of the stream huge (`norm`,
+    `disparity`), and RMSNorm shrinks all others. So first tokens have one key (`key_alignment`) and short
+    values (`value_norm`), and queries find them (`alpha`).
     """
 
     def __init__(self, model, num_sequences):
@@ -136,7 +136,7 @@ class Chain(Means):
             self.add("norm_ratio", layer, ratio_of_first(x))
             self.add("disparity", layer, disparity(x))  # (T,)
             self.add("state", layer, x.double().mean(1))  # averaged over positions, (d,)
-            self.add("product", layer, (flat.T @ flat)[None] / x.shape[1])  # outer, likewise, (d, d)
+            self.add("product", layer, (flat.T @ flat)[None] / x.shape[1])  # mean of h h^T, (d, d)
 
     def on_heads(self, layer, heads, q, k, v, alpha) -> None:
         self.add_heads(layer, heads, q, k, v, alpha)

@@ -91,7 +91,7 @@ def mlp_kernel(mlp, s, d, scheme="gpt2"):
     k = hermite_kernel(neuron)
     if mlp in GATED:
         aligned = hermite_kernel(aligned_neuron)
-        # The factor rho shifts each k_n by one power. The last is dropped: it is 0 for SiLU.
+        # The factor rho shifts each k_n by one power; the highest, negligible for SiLU, would fall off.
         independent = torch.cat((k.new_zeros(1), k[:-1]))
         return aligned / d + (1 - 1 / d) * s**2 * independent
     if scheme == "centered":
@@ -148,9 +148,9 @@ def covariances(config, T, scheme="gpt2", residual=True):
             C = both / scales(both[0], config.norm_epsilon)
             # Query i gives key a a random weight w_ia: A_ij is the sum over a, b of E[w_ia w_jb] C_ab.
             # Their logits are normal, with variance t^2 and covariance t^2 x, x = C_ij C_ab (neglecting
-            # RoPE, which makes it smaller). Before normalization, E[w_ia w_jb] = M_ia M_jb e^(t^2 x), with
-            # means M. Approximate the power by 1 + v x, exact at 0 and 1: the sum is M C M^T +
-            # v C (M C^2 M^T). Normalizing each query's weights to 1 then loses about v C (M C M^T)^2.
+            # RoPE, which makes it smaller). Before the softmax divides, E[w_ia w_jb] = M_ia M_jb e^(t^2 x),
+            # with means M. Replace e^(t^2 x) by 1 + v x, exact at x = 0 and x = 1: the sum is M C M^T +
+            # v C (M C^2 M^T). Dividing each query's weights by their sum loses about v C (M C M^T)^2.
             uniform = average(C)  # M C M^T
             uneven = average(C * C) - uniform * uniform
             both = residual * both + g_a * (uniform + v * C * uneven)
@@ -163,7 +163,7 @@ def covariances(config, T, scheme="gpt2", residual=True):
 
 @functools.cache
 def kernel_recursion(config, T, scheme="gpt2"):
-    """Cosines of two sequences' last states, R_TT / S_TT, before and after each block; None if unknown."""
+    """Cosines of two sequences' last states, R_TT / S_TT, before and after each block; Nones if unknown."""
     if unknown(config, scheme):
         return [None] * (config.num_layers + 1)
     return [(R[-1, -1] / S[-1, -1]).item() for S, R in covariances(config, T, scheme)]

@@ -44,9 +44,9 @@ class Activity:
     """Mean activations of neurons, and the mean stream at position 1.
 
     The sink's dimension after a layer is the largest of that stream. A neuron contributes its activation
-    times its down weight to that dimension, times the dimension's sign. Where a norm follows the MLP, it
-    contributes its share of this sum, times what the MLP adds to the stream there. *Builders* contribute
-    most, *removers* subtract most (ours).
+    times its down weight to that dimension, times the dimension's sign. Where a norm follows the MLP, these
+    products are rescaled so that they sum to what the MLP adds to that dimension. *Builders* contribute most,
+    *removers* subtract most (ours).
     """
 
     model: object

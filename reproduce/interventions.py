@@ -17,6 +17,7 @@ from lib.results import interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure.attention import attention_to, constants_at, disparity, with_constants
+from measure.bos import ELSEWHERE, bos_or_position, tell_bos
 from measure.units import alpha_and_loss, names_of, observe, ranked, watch, zero_units
 from sinks import Case, Settings, TransplantSettings, measure_models, sink_share
 from sources.inputs import bos_of, read_tokens
@@ -204,7 +205,7 @@ def sets_of_units(settings: AblateSettings, activity, units):
 def bos(settings: Settings):
     """Does a model sink on BOS or on position 1? With BOS first, at position 10, or absent (ours; minutes)"""
     experiment, lists = measure_models("bos", "ours", settings, with_and_without_bos)
-    sinks.tell_bos(lists["rows"])
+    tell_bos(lists["rows"])
     columns = ("checkpoint", "kind", "place", "layer", "alpha", "sink_rate")
     result = experiment.save(**lists, columns=columns)
     question = "Does a model sink on BOS, or on position 1?"
@@ -215,15 +216,15 @@ def bos(settings: Settings):
 
 
 def with_and_without_bos(settings: Settings, spec, model):
-    """The rows of `sinks.bos_or_position`."""
-    if settings.sequence_length <= sinks.ELSEWHERE:
-        raise UserError(f"--sequence-length: expected {sinks.ELSEWHERE + 1} at least")
+    """The rows of `bos_or_position`."""
+    if settings.sequence_length <= ELSEWHERE:
+        raise UserError(f"--sequence-length: expected {ELSEWHERE + 1} at least")
     settings = replace(settings, bos="always")
     number = bos_of(settings, spec)
     if number is None:
         raise UserError(f"{spec.label}: expected a model with a tokenizer, and no --first-token")
     tokens = read_tokens(settings, spec, settings.sequence_length)
-    return {"rows": sinks.bos_or_position(model, tokens[:, 1:], number)}
+    return {"rows": bos_or_position(model, tokens[:, 1:], number, sinks.EPSILON)}
 
 
 def transplant(settings: TransplantSettings):

@@ -21,6 +21,7 @@ from test_sinks import NEAR, saved
 import sinks
 from lib.files import read_json
 from measure import attention
+from measure.bos import bos_or_position
 from measure.constants import read_constants
 from measure.rounding import rounded_inputs
 from measure.units import Activity, alpha_and_loss, observe, zero_units
@@ -194,7 +195,7 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
     assert found["alpha_k"] == pytest.approx(alpha.mean().item(), abs=NEAR)
     assert found["sink_rate_k"] == pytest.approx((alpha > 0.3).double().mean().item())
     assert found["loss"] is None
-    by_layer = {(row["kind"], row["layer"]): row for row in sinks.bos_or_position(model, text, bos)}
+    by_layer = {(row["kind"], row["layer"]): row for row in bos_or_position(model, text, bos, sinks.EPSILON)}
     first = mean_of_queries(explicit(model, tokens), 1)
     for layer in (1, 2, 3):
         found = by_layer["BOS at position 10", layer]
