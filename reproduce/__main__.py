@@ -7,7 +7,6 @@
 A command makes each result that is missing, after the runs of training that it reads.
 """
 
-import functools
 import shlex
 import signal
 import subprocess
@@ -164,13 +163,9 @@ def read_result(out, name):
 def is_of_other_code(result):
     """Has code changed since the commit of a result? False where nothing tells: no checkout, no commit."""
     commit = result and result["environment"]["commit"]
-    return commit is not None and has_changed_since(commit.removesuffix("-dirty"))
-
-
-@functools.cache
-def has_changed_since(commit):
-    """Do the project's .py files differ from those of a commit? False if git does not know it."""
-    command = ["git", "diff", "--quiet", commit, "--", "*.py"]
+    if commit is None:
+        return False
+    command = ["git", "diff", "--quiet", commit.removesuffix("-dirty"), "--", "*.py"]
     return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 1
 
 

@@ -135,9 +135,7 @@ def lineage(settings: RunSettings):
     runtime.start(settings)  # fail before hours of training if --out cannot be written
     runs = lineage_runs()
     train_all(runs.values())
-    experiment = Experiment.begin(
-        "lineage", "BB Tables 4, 5, 8-12", settings
-    )  # after training: a clock starts
+    experiment = Experiment.begin("lineage", "BB Tables 4, 5, 8-12", settings)  # a clock starts
     learned = runs["llama", BASE, 1]
     data = TokenData(default_folder(learned.source, learned.tokenizer))
     tokens = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)

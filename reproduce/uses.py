@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import DynamicCache
 
 from lib.figures import curves
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure.attention import batches, check_seen, constants_at, with_constants
-from measure.rounding import rounded_inputs, rounded_weights
 from measure.units import alpha_and_loss
 from sinks import Settings, measure_models, split_windows
 from sources.inputs import bos_of
@@ -76,6 +76,47 @@ def roundings(settings: UseSettings, spec, model):
                 losses = alpha_and_loss(some, read, before=before)[2]
             rows.append({"kind": kind, "rounded": parts, "scale": scale} | losses | sizes)
     return {"rows": rows}
+
+
+@contextlib.contextmanager
+def rounded_inputs(model, scale, T):
+    """A context in which the blocks' projections read inputs rounded to 8 bits: -127 to 127 times a step.
+
+    With `token` each position has its own step; with `tensor` a sequence of T tokens shares one.
+    """
+    dims = {"token": (2,), "tensor": (1, 2)}[scale]
+
+    def hook(module, inputs):
+        (x,) = inputs  # (B, T, d), or (B T, d)
+        return rounded(x.reshape(-1, T, x.shape[-1]), dims).view(x.shape)
+
+    with contextlib.ExitStack() as stack:
+        for module in model.linears:
+            stack.enter_context(module.register_forward_pre_hook(hook))
+        yield
+
+
+@contextlib.contextmanager
+def rounded_weights(model, scale):
+    """A context in which the blocks' projections have weights rounded to 8 bits.
+
+    With `token` each output of a matrix has its own step; with `tensor` the matrix shares one.
+    """
+    usual = {module: module.weight.data for module in model.linears}
+    try:
+        for module, weight in usual.items():
+            inputs = 1 if isinstance(module, nn.Linear) else 0  # a Conv1D's matrix is (in, out)
+            module.weight.data = rounded(weight, {"token": inputs, "tensor": (0, 1)}[scale])
+        yield
+    finally:
+        for module, weight in usual.items():
+            module.weight.data = weight
+
+
+def rounded(x, dims):
+    """x, rounded to -127 to 127 times a step, which is shared along `dims`."""
+    step = x.abs().amax(dims, keepdim=True).clamp(min=1e-30) / 127
+    return (x / step).round() * step
 
 
 def largest_numbers(model, tokens):
@@ -179,9 +220,8 @@ def streamed(lens, tokens, window, entries=None):
         sees = torch.cat((one_entry, sees), dim=1)
     mask = torch.zeros(sees.shape, dtype=lens.model.dtype, device=tokens.device)
     mask = mask.masked_fill(~sees, torch.finfo(mask.dtype).min).expand(n, 1, -1, -1)
-    output = lens.trunk(
-        input_ids=tokens, attention_mask=mask, position_ids=place.expand(n, -1), past_key_values=cache
-    )
+    places = place.expand(n, -1)
+    output = lens.trunk(input_ids=tokens, attention_mask=mask, position_ids=places, past_key_values=cache)
     return output.last_hidden_state
 
 
@@ -196,10 +236,8 @@ def entries_at(lens, tokens, count, is_mean=False):
     lens.trunk(input_ids=alone, position_ids=places, past_key_values=cache)
     layers = []
     for layer in cache.layers:
-        flat = [
-            x.squeeze(2).unflatten(0, (-1, count)) for x in (layer.keys, layer.values)
-        ]  # (c, count, G, D)
-        pair = [x.transpose(1, 2) for x in flat]
+        flat = [x.squeeze(2).unflatten(0, (-1, count)) for x in (layer.keys, layer.values)]
+        pair = [x.transpose(1, 2) for x in flat]  # (c, G, count, D) each
         layers.append([x.mean(0, keepdim=True) if is_mean else x for x in pair])
     return layers
 

@@ -80,9 +80,9 @@ class Spec:
         """What is known without the weights: `own_config`, or a sources.lens.Shape."""
         if self.is_ours:
             return self.own_config
-        from sources import strangers
+        from sources import lens, strangers
 
-        return strangers.shape_at(self.place)
+        return lens.shape_of(strangers.stranger_config(self.place))
 
     @functools.cached_property
     def tokenizer_file(self):
@@ -161,10 +161,9 @@ def parse_spec(text, scheme="gpt2", in_parts=False):
         HUB_COMMITS[text] = formats.folder_of(folder).name
         return Spec(text, folder)
     presets = ", ".join(f"{preset}@SEED" for preset in PRESETS)
-    expected = "a checkpoint folder, a .gguf file, ORG/NAME on the Hub, smollm2, or a newborn"
-    if meant:
-        raise UserError(f"no model {text!r}: did you mean {meant}?")
-    raise UserError(f"no model {text!r}: expected {expected}: {presets}")
+    expected = f"a checkpoint folder, a .gguf file, ORG/NAME on the Hub, smollm2, or a newborn: {presets}"
+    hint = f"did you mean {meant}?" if meant else f"expected {expected}"
+    raise UserError(f"no model {text!r}: {hint}")
 
 
 def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):

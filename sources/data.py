@@ -42,7 +42,7 @@ from lib.files import atomic_folder, check_regular, read_json, sha256
 from lib.random import keyed_generator
 from lib.runtime import progress, together
 from lib.settings import Command, UserError, from_values, is_first_process, run_script, say
-from sources.tokenizers import converted_tokenizer, load_tokenizer, tell_spelled
+from sources.tokenizers import load_tokenizer, tell_spelled
 
 PAGE = 2**16  # characters; longer documents are read in pieces, cut at line ends
 WINDOW = 2**10  # tokens; long documents hold out windows of up to twice as many
@@ -88,9 +88,8 @@ def pieces_of(name):
 
 
 def text_files(source):
-    """The text files of a source, except those of NAMES."""
-    files = itertools.chain(*[files_of(name) for name in source if name not in NAMES])
-    return [file for file in files if file.suffix.lower() in TEXT]
+    """The text files of a source."""
+    return [file for file in files_of(source) if file.suffix.lower() in TEXT]
 
 
 def package_files():
@@ -106,10 +105,12 @@ def package_files():
     return [files[name] for name in names]
 
 
-def files_of(name):
-    """The distinct files of a name: the file, a glob's, or all in a folder that are not hidden."""
+def files_of(source):
+    """The distinct files of a source: named, of globs, and in folders, there those that are not hidden."""
     files = []
-    for path in sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]:
+    names = [name for name in source if name not in NAMES]
+    paths = [sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)] for name in names]
+    for path in itertools.chain(*paths):
         if isdir(path):
             inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
             files += [file for file in inside if "/." not in f"/{file.relative_to(path).as_posix()}"]
@@ -237,13 +238,9 @@ def prepare(settings: Settings):
     if not 0 < settings.held_out < 1:
         raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")
     files = text_files(settings.source)
-    found = itertools.chain(*[files_of(name) for name in settings.source if name not in NAMES])
-    passed_over = [file for file in found if file.suffix.lower() not in TEXT]
+    passed_over = sorted(files_of(settings.source).keys() - files)
     if passed_over:
         print(f"skipped {len(passed_over):,} files that are not text, such as {passed_over[0]}")
-    file = converted_tokenizer(settings.tokenizer)
-    if file is not None:
-        raise UserError(f"--tokenizer {settings.tokenizer}: use what it was converted to, {file}")
     tokenizer = load_tokenizer(settings.tokenizer, (text for text, _ in pieces(settings.source)))
     if tokenizer.bos is None:
         print(f"{settings.tokenizer} has neither BOS nor EOS: nothing separates documents")

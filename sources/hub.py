@@ -78,7 +78,9 @@ def fetch_parts(repo, revision, commit, sizes):
     try:
         ranges.fetch([(folder / name, 0, ranges.BLOCK) for name in weights])
     except ranges.NoRanges as error:
-        ranges.forget([folder / name for name in weights])
+        for name in weights:
+            (folder / name).unlink()
+            ranges.blocks_of(folder / name).unlink()
         if is_first_process():
             print(f"{error}: {repo} is fetched whole", file=sys.stderr)
         return fetch_whole(repo, revision, commit, sizes)
@@ -108,9 +110,8 @@ def listing(repo, revision):
             raise UserError(f"{repo} is not here, and the Hub is out of reach, {error!r}: {remedy}") from None
         commit = Path(folder).name
         in_parts = filter(ranges.is_by_blocks, parts_folder(repo, commit).glob("*"))
-        return commit, dict.fromkeys(os.listdir(folder)) | {
-            path.name: path.stat().st_size for path in in_parts
-        }
+        sizes = {path.name: path.stat().st_size for path in in_parts}
+        return commit, dict.fromkeys(os.listdir(folder)) | sizes
 
 
 def chosen(repo, there, file):

@@ -226,9 +226,8 @@ class Pass:
         if self.layer in self.lens.constants:
             keys, values = [with_first(*pair) for pair in zip(self.lens.constants[self.layer], (k, v))]
             if mask is not None:
-                mask = F.pad(
-                    mask, (1, 0), value=torch.finfo(mask.dtype).min if self.lens.hides_constants else 0
-                )
+                hidden = torch.finfo(mask.dtype).min
+                mask = F.pad(mask, (1, 0), value=hidden if self.lens.hides_constants else 0)
         has_tensors = any(isinstance(x, Tensor) and x.ndim > 1 for x in (*more, *settings.values()))
         step = T if has_tensors else self.lens.queries  # a tensor may be of all queries
         outputs, received = [], 0

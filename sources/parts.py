@@ -36,12 +36,13 @@ def find_blocks(model, tokens):
     lists. The trunk is the outermost part that has them all.
     """
     returned = {}
+
+    def note(module, inputs, output) -> None:
+        returned[module] = output
+
     with contextlib.ExitStack() as stack:
         for module in model.modules():
-            hook = module.register_forward_hook(
-                lambda module, inputs, output: returned.update({module: output})
-            )
-            stack.enter_context(hook)
+            stack.enter_context(module.register_forward_hook(note))
         model(input_ids=tokens, use_cache=False, return_dict=True)
     lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     outer = [lists[name] for name in lists if not any(name.startswith(f"{other}.") for other in lists)]

@@ -47,13 +47,6 @@ def begin(path, size) -> None:
             file.truncate(length)
 
 
-def forget(paths) -> None:
-    """Remove files that are fetched by blocks."""
-    for path in paths:
-        path.unlink(missing_ok=True)
-        blocks_of(path).unlink(missing_ok=True)
-
-
 def need(path, start, stop) -> None:
     """Have bytes `start` to `stop` of a file on this disk, if it is one that is fetched by blocks."""
     if blocks_of(path).exists():

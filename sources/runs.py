@@ -43,10 +43,6 @@ class Run:
         self.settings_file = self.folder / "settings.json"
         self.log = self.folder / "metrics.jsonl"
 
-    def steps(self):
-        """The checkpoint folders, oldest first."""
-        return checkpoint.steps(self.folder)
-
     def step_folder(self, step):
         return self.folder / f"step_{step:07}"
 
@@ -88,7 +84,7 @@ class Run:
 
     def newest(self):
         """The model and State of the newest whole step; UserError if all are damaged."""
-        for folder in self.steps()[::-1]:
+        for folder in checkpoint.steps(self.folder)[::-1]:
             try:
                 state = from_values(State, read_json(folder / "state.json"), folder / "state.json")
                 sums = {name: sha256(folder / name) for name in STEP_FILES}
@@ -166,7 +162,7 @@ class Run:
 
     def prune(self, keep, newest) -> None:
         """Up to the newest step, remove those not kept, and all optimizers but the last two."""
-        known = [folder for folder in self.steps() if folder <= self.step_folder(newest)]
+        known = [folder for folder in checkpoint.steps(self.folder) if folder <= self.step_folder(newest)]
         for folder in known[:-2]:
             step = int(folder.name.removeprefix("step_"))
             if keep == "all" or step == 0 or (keep == "powers" and is_power_of_two(step)):
@@ -182,7 +178,7 @@ class Run:
             aside = self.folder / f"diverged_{step:07}"
             remove(aside)  # of an earlier attempt
             bad.rename(aside)
-        good = [folder for folder in self.steps() if folder < bad]
+        good = [folder for folder in checkpoint.steps(self.folder) if folder < bad]
         hint = "start from other weights"
         if good:
             hint = f"try --init-from {shlex.quote(str(good[-1]))} --out ANOTHER and a lower --learning-rate"

@@ -46,7 +46,7 @@ from sources.formats import (
     packed_error,
     raw_config,
 )
-from sources.lens import Lens, shape_of
+from sources.lens import Lens
 
 EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 LARGE = 2**30  # bytes of weights whose size is told
@@ -99,11 +99,6 @@ def stranger_config(place):
     return config
 
 
-def shape_at(place):
-    """The Shape of a checkpoint folder's model, without its weights."""
-    return shape_of(stranger_config(place))
-
-
 def open_lens(place, device="cpu", dtype=torch.float32):
     """The Lens on a checkpoint folder's model, checked; UserError for what cannot be seen as it is."""
     config = stranger_config(place)
@@ -142,9 +137,8 @@ def check_size(place, kind, config, device, dtype) -> None:
     numbers = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
     size = numbers * dtype.itemsize
     if size > LARGE and is_first_process():
-        print(
-            f"{place}: {numbers / 1e9:.3g} billion numbers, {size / 1e9:.3g} GB as {dtype}", file=sys.stderr
-        )
+        said = f"{numbers / 1e9:.3g} billion numbers, {size / 1e9:.3g} GB as {dtype}"
+        print(f"{place}: {said}", file=sys.stderr)
     free = memory_of(torch.device(device))
     if size > free:
         said = f"{size / 1e9:.3g} GB in memory, and {free / 1e9:.3g} are free: try --dtype bfloat16"
@@ -166,7 +160,6 @@ def quiet():
     """Within this context transformers shows no bars and no advice."""
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             yield
@@ -223,9 +216,8 @@ def follow_header(path, header, config) -> None:
     """Set what a header says of rotation and scores, and transformers drops; UserError for what cannot be."""
     values = header.values
     name = values["general.architecture"]
-    said = {
-        key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")
-    }
+    own = f"{name}."
+    said = {key.removeprefix(own): value for key, value in values.items() if key.startswith(own)}
     if TOKEN_TABLE in header.tensors:  # a header need not say
         config.vocab_size = header.tensors[TOKEN_TABLE].shape[0]
     if "context_length" in said:  # which transformers drops for GPT-2
@@ -263,9 +255,8 @@ def write_tokenizer(path, values, folder) -> None:
     coder, _ = convert_gguf_tokenizer(architecture, parts)
     if rule == "smollm":  # which transformers does not know
         digits = pre_tokenizers.Digits(individual_digits=True)
-        coder.pre_tokenizer = pre_tokenizers.Sequence(
-            [digits, pre_tokenizers.ByteLevel(add_prefix_space=False)]
-        )
+        bytes_as_letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        coder.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_as_letters])
     elif rule == "llama-bpe":
         coder.model.ignore_merges = True  # a word that is a token is taken whole
     elif rule == "qwen2":
@@ -275,9 +266,5 @@ def write_tokenizer(path, values, folder) -> None:
     content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < count]
     (folder / "tokenizer.json").write_text(json.dumps(content))
     adds_bos = values.get("tokenizer.ggml.add_bos_token", kind == "llama" or rule == "llama-bpe")
-    config = {
-        "bos_token": named["bos_token"],
-        "eos_token": named["eos_token"],
-        "add_bos_token": bool(adds_bos),
-    }
+    config = {kind: named[kind] for kind in ("bos_token", "eos_token")} | {"add_bos_token": bool(adds_bos)}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")

@@ -92,22 +92,20 @@ def load_tokenizer(name, texts=()):
         return tiktoken_tokenizer(name)
     if name.startswith("bpe:"):
         return sentencepiece_tokenizer(name, train_bpe(name, texts))
-    path = converted_tokenizer(name) or Path(name)
-    if not isfile(path):
-        if converted_tokenizer(name):
+    path = smollm2() if name == "smollm2" else Path(name)
+    if is_gguf(path):
+        path = converted_place(path) / "tokenizer.json"
+        if not isfile(path):
             raise UserError(f"{name}: open it as a --model first, which converts its tokenizer if it can")
+    if not isfile(path):
         expected = "bpe:N, a .model or tokenizer.json, tiktoken:gpt2 or bytes"
         raise UserError(f"no tokenizer '{name}': expected {expected}")
     content = read_bytes(path, LARGEST_TOKENIZER)
+    config = path.with_name("tokenizer_config.json")
+    rules = read_json(config) if config.exists() else {}
     if path.suffix == ".json":
-        return json_tokenizer(path, content, *special_tokens_beside(path))
-    return sentencepiece_tokenizer(name, content, config_beside(Path(name)).get("add_bos_token", True))
-
-
-def converted_tokenizer(name):
-    """The tokenizer.json converted from a .gguf file, or smollm2; None for other names."""
-    path = smollm2() if name == "smollm2" else Path(name)
-    return converted_place(path) / "tokenizer.json" if is_gguf(path) else None
+        return json_tokenizer(path, content, rules)
+    return sentencepiece_tokenizer(name, content, rules.get("add_bos_token", True))
 
 
 def bytes_tokenizer():
@@ -136,10 +134,10 @@ def tiktoken_tokenizer(name):
     return Tokenizer(coder.n_vocab, eot, eot, encode, coder.decode, "tokenizer.txt", encoded, special=special)
 
 
-def json_tokenizer(path, content, bos=None, eos=None, adds_bos=None):
-    """The tokenizer of a tokenizer.json's bytes; `bos` and `eos` are text, or None for its own.
+def json_tokenizer(path, content, rules):
+    """The tokenizer of a tokenizer.json's bytes; `rules` are those of the tokenizer_config.json beside it.
 
-    BOS is added if the file itself adds it, as in transformers, or `adds_bos` says so.
+    BOS is added if the file itself adds it, as in transformers, or the rules say so.
     """
     with as_user_error(path):
         coder = tokenizers.Tokenizer.from_buffer(content)
@@ -150,6 +148,8 @@ def json_tokenizer(path, content, bos=None, eos=None, adds_bos=None):
         vocab_size = 1 + max(coder.get_vocab().values())
         special = {token.content for token in coder.get_added_tokens_decoder().values() if token.special}
     begins = encoding.special_tokens_mask[:1] == [1]
+    named = [rules.get(kind) for kind in ("bos_token", "eos_token")]
+    bos, eos = [token["content"] if isinstance(token, dict) else token for token in named]  # text, or None
     if bos is None and begins:
         bos = encoding.tokens[0]
     if eos is None:
@@ -161,23 +161,10 @@ def json_tokenizer(path, content, bos=None, eos=None, adds_bos=None):
 
     bos, eos = (None if token is None else coder.token_to_id(token) for token in (bos, eos))
     bos = eos if bos is None else bos
+    adds_bos = begins or bool(rules.get("add_bos_token"))
     decode = functools.partial(coder.decode, skip_special_tokens=False)
-    kept = ("tokenizer.json", content, None, lambda: content, begins or bool(adds_bos), tuple(special))
+    kept = ("tokenizer.json", content, None, lambda: content, adds_bos, tuple(special))
     return Tokenizer(vocab_size, bos, eos, encode, decode, *kept)
-
-
-def config_beside(path):
-    """The tokenizer_config.json beside a tokenizer's file, a dictionary."""
-    config = path.with_name("tokenizer_config.json")
-    return read_json(config) if config.exists() else {}
-
-
-def special_tokens_beside(path):
-    """BOS and EOS as text, and whether BOS is added, from tokenizer_config.json; None if not given."""
-    values = config_beside(path)
-    tokens = [values.get("bos_token"), values.get("eos_token")]
-    tokens = [token["content"] if isinstance(token, dict) else token for token in tokens]
-    return *tokens, values.get("add_bos_token")
 
 
 def sentencepiece_tokenizer(name, model, adds_bos=False):

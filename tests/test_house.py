@@ -15,7 +15,7 @@ lib.settings lib.random lib.kernels / lib.files lib.runtime / lib.results lib.fi
 / sources.strangers / sources.hub sources.tokenizers / sources.data
 / sources.checkpoint / sources.inputs sources.sampling sources.runs / sources.origins
 / measure.cosines measure.matching / measure.theory / measure.attention
-/ measure.bos measure.constants measure.mean_field measure.units / measure.rounding
+/ measure.bos measure.constants measure.mean_field measure.units
 / lineage.settings lineage.table / lineage.layout / lineage.views / lineage.evidence lineage.match
 / lineage.verdict / lineage.compare / lineage.births lineage.disguise lineage.family / probe sinks seedprint
 / contraction train / reproduce / lesson

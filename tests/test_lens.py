@@ -13,9 +13,9 @@ from transformers import DynamicCache, WhisperConfig
 from lib.settings import UserError
 from measure.attention import constants_at
 from measure.constants import read_constants, save_constants
-from measure.rounding import rounded_inputs
 from measure.units import after_layer, observe, zero_units
 from reproduce.architectures import TINY, build, errors_of
+from reproduce.uses import rounded_inputs
 from sources import check as checks
 from sources import checkpoint, strangers
 from sources.lens import Lens, shape_of

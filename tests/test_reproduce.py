@@ -118,7 +118,6 @@ def test_results_of_other_code_are_told(few, asked, tmp_path, monkeypatch, capsy
     path.parent.mkdir(parents=True)
     told = []
     for commit in (commits[0], commits[1], f"{commits[0]}-dirty", "0" * 40, None):
-        main.has_changed_since.cache_clear()
         path.write_text(json.dumps({"environment": {"commit": commit}}))
         main.reproduce(few)
         told.append("of other code than" in capsys.readouterr().out)

@@ -23,10 +23,10 @@ from lib.files import read_json
 from measure import attention
 from measure.bos import bos_or_position
 from measure.constants import read_constants
-from measure.rounding import rounded_inputs
 from measure.units import Activity, alpha_and_loss, observe, zero_units
 from reproduce.architectures import build
 from reproduce.interventions import cases_and_controls
+from reproduce.uses import rounded_inputs
 from sinks import TransplantSettings, effects, sink_statistics, transplants
 from sources import checkpoint
 from sources.inputs import random_tokens

@@ -8,7 +8,6 @@ from test_sinks import given, saved
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from measure import attention
-from measure.rounding import rounded_inputs, rounded_weights
 from measure.units import alpha_and_loss
 from reproduce import uses
 from reproduce.architectures import build
@@ -81,7 +80,7 @@ def test_rounded_weights_by_hand(scale):
     model = random_model(KINDS["llama"])
     weight = model.model.layers[1].mlp.down_proj.weight
     plain = weight.clone()
-    with rounded_weights(model, scale):
+    with uses.rounded_weights(model, scale):
         levels = weight.clone()
     assert torch.equal(weight, plain)
     largest = plain.abs().amax(1, keepdim=True) if scale == "token" else plain.abs().max()
@@ -96,7 +95,7 @@ def test_rounding_has_a_row_for_each_way(tmp_path):
     rows = uses.roundings(settings, saved(model, tmp_path), model)["rows"]
     measured, others = random_tokens(0, range(11), 12, 97).split((7, 4))
     changed = attention.with_constants(model, attention.constants_at(model, others))
-    with rounded_inputs(changed, "token", 12), rounded_weights(changed, "token"):
+    with uses.rounded_inputs(changed, "token", 12), uses.rounded_weights(changed, "token"):
         loss = alpha_and_loss(changed, measured)[2]["loss"]
     assert [row["kind"] for row in rows] == 5 * ["unchanged"] + 5 * ["moved"]
     assert (rows[-1]["rounded"], rows[-1]["scale"], rows[-1]["loss"]) == ("inputs and weights", "token", loss)
