@@ -62,18 +62,6 @@ KEYS = {  # our name: Hugging Face's
     "tie_embeddings": "tie_word_embeddings",
 }
 GONE = {"positions": "rope", "biases": False, "qk_norm": False, "rope_scaling": None}  # settings of old runs
-GPT2_PARTS = {  # of a tensor's name, in a GPT-2: in ours
-    "h.": "model.layers.",
-    "wte.": "model.embed_tokens.",
-    "wpe.": "model.embed_positions.",
-    "ln_f.": "model.norm.",
-    ".ln_1.": ".input_layernorm.",
-    ".ln_2.": ".post_attention_layernorm.",
-    ".attn.c_proj.": ".self_attn.o_proj.",
-    ".attn.c_attn.": ".self_attn.{}_proj.",  # q, k and v side by side
-    ".mlp.c_fc.": ".mlp.up_proj.",
-    ".mlp.c_proj.": ".mlp.down_proj.",
-}
 C_ATTN = re.compile(r"(?:^|\.)h\.\d+\.attn\.c_attn\.weight$")
 PLAIN = {  # what our model does; other values of these keys are refused
     "hidden_act": "silu",
@@ -230,41 +218,23 @@ def part_of_layer(read, axis, layer, part=()):
     return read((*first, layer, *part[axis:]))
 
 
-def joined_shapes(tensors):
-    """The shapes of the matrices of q, k and v, if tensors are called as a GPT-2's."""
-    has_mlps = any(name.endswith("h.0.mlp.c_fc.weight") for name in tensors)
-    return [tensor.shape for name, tensor in tensors.items() if has_mlps and C_ATTN.search(name)]
-
-
 def gpt2_tensors(tensors):
-    """A GPT-2's tensors by our names; what it stores as (inputs, outputs), as nanoGPT does not, is turned."""
-    is_turned = all(shape[0] < shape[-1] for shape in joined_shapes(tensors))
+    """Tensors, of which a GPT-2's have one name and are (outputs, inputs), whoever stored them."""
+    joined = [tensor.shape for name, tensor in tensors.items() if C_ATTN.search(name)]
+    if not joined or any(max(shape) != 3 * min(shape) for shape in joined):
+        return tensors
+    is_turned = all(rows < columns for rows, columns in joined)  # as Hugging Face's, but not nanoGPT's
     found = {}
     for name, tensor in tensors.items():
-        ours = name.rpartition("transformer.")[2]
-        for theirs, part in GPT2_PARTS.items():
-            ours = ours.replace(theirs, part)
-        if ".c_" not in name:
-            found[ours] = tensor
-            continue
-        letters = "qkv" if "{}" in ours else "-"
-        outputs, *inputs = reversed(tensor.shape) if is_turned else tensor.shape
-        size = outputs // len(letters)
-        for number, letter in enumerate(letters):
-            part = slice(size * number, size * (number + 1))
-            read = partial(turned if is_turned else rows_of, tensor.read, part)
-            found[ours.replace("{}", letter)] = LazyTensor((size, *inputs), tensor.kind, read)
+        if is_turned and ".c_" in name and len(tensor.shape) == 2:
+            tensor = LazyTensor(tensor.shape[::-1], tensor.kind, partial(turned, tensor.read))
+        found[name.rpartition("transformer.")[2]] = tensor
     return found
 
 
-def turned(read, columns, part=()):
-    """Of some columns of a matrix, as rows, a part; or of some numbers of a vector."""
-    return read()[..., columns].t()[part].contiguous()
-
-
-def rows_of(read, rows, part=()):
-    """A part of some rows of a matrix."""
-    return read((rows,))[part]
+def turned(read, part=()):
+    """A part of a matrix whose stored rows are its columns."""
+    return read().t()[part].contiguous()
 
 
 def with_scales(place, raw, tensors):
@@ -500,13 +470,10 @@ def open_checkpoint(place, any_architecture=False):
         if not isinstance(error, ForeignArchitecture) and is_first_process():  # the weights suffice
             print(f"{error}: it is read by its weights alone", file=sys.stderr)
     raw = raw or {}
-    joined = joined_shapes(tensors)
-    if joined and all(max(shape) == 3 * min(shape) for shape in joined):
-        tensors = gpt2_tensors(tensors)  # so that a file beside a folder has the same names
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
-    return CheckpointReader(place, unstacked(tensors), None, family, names_mlps, packed)
+    return CheckpointReader(place, unstacked(gpt2_tensors(tensors)), None, family, names_mlps, packed)
 
 
 def contents(place):
