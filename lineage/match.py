@@ -253,6 +253,8 @@ def table_likeness(way: Way):
 def match_layers(way: Way, null, limit, layers, units):
     """The Rows of the suspect's MLPs in up to `limit` of some `layers` (None: all), and the layer map."""
     ours, theirs = layers_to_read(way.base, way.suspect, limit, layers)
+    if not theirs:
+        return [], {}
     few = min(MAP_UNITS, max(TRIAL_UNITS, DEEP * MAP_UNITS // len(ours)))
     rows, shares = [], []
     for number, views, column, _ in map_columns(way, ours, theirs, units, few):

@@ -272,14 +272,14 @@ def language_models(stacks):
     first may be a text encoder, without a head.
 
     None is that has less than a tenth of the largest one's size, or no MLPs, if the first has some, or one
-    layer and no table of its own, as a draft head; or that no table leads to, if another stack has one.
+    layer beside several, as a draft head; or that no table leads to, if another stack has one.
     """
     first = stacks[0]
     least = A_TENTH * max(stack.size for stack in stacks)
     models = []
-    for place, stack in enumerate(stacks):
+    for stack in stacks:
         is_like = stack.is_fed or stack.rank == first.rank
-        is_draft = len(stack.layers) == 1 and not stack.has_own_table(stacks[:place])
+        is_draft = len(stack.layers) == 1 < len(first.layers)
         is_large = stack.size >= (first.size if first.has_head else least)
         may_have_mlps = stack.mlps or (stack.tables and stack.hides)
         is_whole = may_have_mlps or not first.mlps

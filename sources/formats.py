@@ -5,6 +5,7 @@ A folder holds config.json, and weights in one file or in shards and their index
 is a table of names before the numbers, and of a pickle `weights_only` allows tensors and plain values alone.
 """
 
+import argparse
 import contextlib
 import functools
 import json
@@ -28,12 +29,15 @@ from sources import ranges
 from sources.gguf import GGUF, MERGE, LazyTensor
 
 CONVERTED = Path(__file__).parents[1] / "models" / "converted"  # what .gguf files hold, as folders
+GIT_LFS = "version https://git-lfs"  # a pointer begins with
 OURS = "bornbiased"  # model_type of what only model.py can say, and the mark of what was saved here
 UNSCALED = "F8 without scales"
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 FLOATS += (UNSCALED,)
 SHARD = re.compile(r"\d+(?=([-_]of[-_]\d+))")  # in a file's name: which of how many
-OTHER_FORMATS = (".onnx", ".h5", ".hdf5", ".keras", ".npz", ".nemo", ".msgpack", ".tflite", ".pb")
+OTHER_ZIPS = (".keras", ".npz")  # a file of torch.save is a zip file, too
+OTHER_FORMAT = "files of this format are not read here: load it where it was made, and save its weights as "
+OTHER_FORMAT += ".safetensors, by torch.save, or as .gguf"
 NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training scripts put the weights
 STACK = re.compile(r"(?!.*[./]\d+[./])(?:.*[./])?(?:layers?|blocks?|h)[./]")  # of tensors with all layers
 FP8 = ("F8_E4M3", "torch.float8_e4m3fn")
@@ -106,9 +110,12 @@ def as_user_error(path):
         raise
     except BaseException as error:  # panics of Rust are no Exception
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if beginning(path).startswith("version https://git-lfs"):
-            reason = "it is a git-LFS pointer, not the file itself: run `git lfs pull`"
-        raise UserError(f"cannot read {path}: {reason}; if it is damaged, download it again") from None
+        remedy = "if it is damaged, download it again"
+        if beginning(path).startswith(GIT_LFS):
+            remedy = "it is a git-LFS pointer, not the file itself: run `git lfs pull`"
+        elif type(error).__name__ == "UnpicklingError":
+            remedy = "if it has more than tensors and plain values, save its tensors alone, where it was made"
+        raise UserError(f"cannot read {path}: {reason}; {remedy}") from None
 
 
 def is_gguf(place):
@@ -144,7 +151,8 @@ def safetensors_of(path):
 
 def pickled_tensors(path):
     """The LazyTensors of a file of torch.save, by name."""
-    values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    with torch.serialization.safe_globals([argparse.Namespace]):  # Megatron's settings
+        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     for key in NESTED:
         if isinstance(values.get(key), dict):
             return tensors_in(values[key])
@@ -184,8 +192,12 @@ def open_tensors(paths):
     tensors = {}
     for path in paths:
         check_regular(path)
+        begun = beginning(path)
+        is_safe = begun[8:9] == "{"  # behind the length of a header
+        is_other = path.suffix.lower() in OTHER_ZIPS or not begun.startswith(("PK", GIT_LFS))
+        if begun and is_other and not is_safe:
+            raise UserError(f"{path}: {OTHER_FORMAT}")
         with as_user_error(path):
-            is_safe = beginning(path)[8:9] == "{"  # behind the length of a header
             found = safetensors_of(path) if is_safe else pickled_tensors(path)
         if tensors.keys() & found.keys():
             raise UserError(f"{path} has {PART_OF_EACH}")
@@ -297,11 +309,6 @@ def weight_files(place):
         second = re.sub(r"(consolidated\.|mp_rank_)00", r"\g<1>01", str(place))
         if re.search(r"(consolidated\.|mp_rank_)(?!00)\d\d", second) and exists(second):
             raise UserError(f"{place} has {PART_OF_EACH}")
-        if place.suffix.lower() in OTHER_FORMATS:
-            remedy = (
-                "load it where it was made, and save its weights as .safetensors, by torch.save, or as .gguf"
-            )
-            raise UserError(f"{place}: {place.suffix} files are not read here: {remedy}")
         return shards_of(place)
     names = [name for name in WEIGHT_FILES if exists(place / name)]
     if not names:

@@ -193,6 +193,7 @@ def row_by_both(base, suspect) -> dict:
     glance, details = compare_models(*models, CompareSettings())
     row, more_details = compare_models(*models, CompareSettings(thorough=True, permutations=199))
     json.dumps([row, glance, details, more_details], allow_nan=False)
+    assert details["layer_map"].get("suspect") != []  # which no figure shows
     assert row["verdict"] == glance["verdict"], (row["sentence"], glance["sentence"])
     return row
 
