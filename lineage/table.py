@@ -113,12 +113,6 @@ class Pair:
     reason: str = ""  # which of the rules below gave the verdict
 
     @property
-    def may_hide(self):
-        """May there be hidden units that were not found?"""
-        hides = self.base.hides or self.suspect.hides
-        return hides or (self.base.may_have_units and self.suspect.may_have_units)
-
-    @property
     def is_told(self):
         """Is each layer of the suspect one of the base?"""
         return all(row.ground for row in self.rows)
@@ -244,7 +238,9 @@ def judge_stacks(pair):
     if pair.has_equal:
         return INCONCLUSIVE, "bits"
     if pair.lack:
-        return (INCONCLUSIVE, "hidden") if undecided or pair.may_hide else (NO_EVIDENCE, "unseen")
+        stacks = (pair.base, pair.suspect)
+        may_hide = any(stack.hides for stack in stacks) or all(stack.may_have_units for stack in stacks)
+        return (INCONCLUSIVE if undecided or may_hide else NO_EVIDENCE), "coordinates alone"
     return (INCONCLUSIVE, "between") if is_above_strangers(pair) else (NO_EVIDENCE, "units")
 
 

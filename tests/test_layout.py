@@ -184,7 +184,7 @@ def test_a_bare_encoder_and_what_contains_it():
         assert judged(bare, unrelated)[0] == judged(unrelated, bare)[0] == INCONCLUSIVE
     assert judged(bare, with_noise(bare))[0] == judged(bare, bare)[0] == SAME_BIRTH
     answer, sentence = judged(bare, other)
-    assert answer == NO_EVIDENCE and "a child whose basis was changed would not be seen" in sentence
+    assert answer == NO_EVIDENCE and "but a changed basis would hide a child" in sentence
     row = row_of_pair(bare, bare)
     assert row["part"] is None and row["base_part"] is None
 
