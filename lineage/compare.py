@@ -84,7 +84,9 @@ def compare_weights(pair, settings, is_thorough):
 
 def compare_units(pair, base, suspect, settings):
     """Look for hidden units of layers without a ground; compare all rows where no units can tell."""
-    layers = None if settings.thorough else [row.layer for row in pair.rows if not row.ground]
+    layers = [row.layer for row in pair.rows if not row.ground]
+    if settings.thorough or len(layers) == len(pair.rows):
+        layers = None
     units = (base.units[pair.base], suspect.units[pair.suspect])
     if all(units):
         expect_units(units[0][0], units[1][0], settings, layers)

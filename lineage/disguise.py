@@ -37,9 +37,6 @@ AXES = {  # what a matrix has along its rows and columns; a bias has the first o
     "up_proj": ("units", "stream"),
     "down_proj": ("stream", "units"),
     "lm_head": ("tokens", "stream"),
-    "embed_positions": ("positions", "stream"),
-    "q_norm": ("head",),
-    "k_norm": ("head",),
 }
 
 
@@ -90,8 +87,6 @@ def rotate(weights, config, generator):
             weights[name] = Q.T @ weight
         elif weight.ndim == 2:
             weights[name] = weight * gain_before(weights, name) @ Q
-        elif name.endswith(("o_proj.bias", "down_proj.bias")):
-            weights[name] = weight @ Q
     for name, weight in weights.items():
         if name.endswith("norm.weight") and axes_of(name) == ("stream",):
             bias = name.replace("weight", "bias")
@@ -102,8 +97,8 @@ def rotate(weights, config, generator):
 
 
 def gain_before(weights, name):
-    """The gain of the norm whose output a matrix reads; 1 for tables, which read none."""
-    if "embed_" in name:
+    """The gain of the norm whose output a matrix reads; 1 for the table, which reads none."""
+    if name == TOKEN_TABLE:
         return 1
     if name == HEAD:
         return weights["model.norm.weight"]

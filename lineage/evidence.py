@@ -39,9 +39,8 @@ def digests_of(stack, count=None):
     for mlp in stack.mlps:
         for name in mlp.matrices.values():
             experts[name].append(mlp.expert)
-    layers = {}
-    for number, names in enumerate(progress(stack.layers.values(), desc="bits", leave=False), start=1):
-        layers[number] = digests = {}
+    parts = {}  # by a layer's number, and a matrix's name and expert
+    for number, names in enumerate(stack.layers.values(), start=1):
         for name in names.values():
             shape = stack.source.shapes[name]
             if len(shape) < 2 or NO_WEIGHTS.search(name):
@@ -51,10 +50,14 @@ def digests_of(stack, count=None):
                 part = () if there[place] is None else (there[place],)
                 if count:
                     part += (0,) * (len(shape) - 2 - len(part)) + (slice(0, -(-count // shape[-1])),)
-                weight = stack.source.read(name, part)
-                if is_varied(weight):
-                    numbers = weight.flatten()[:count].float().numpy()  # in whatever format they are kept
-                    digests[name, there[place]] = hashlib.sha256(numbers).hexdigest()
+                parts[number, name, there[place]] = part
+    stack.source.expect((name, part) for (_, name, _), part in parts.items())
+    layers = {number: {} for number in range(1, len(stack.layers) + 1)}
+    for (number, name, expert), part in progress(parts.items(), desc="bits", leave=False):
+        weight = stack.source.read(name, part)
+        if is_varied(weight):
+            numbers = weight.flatten()[:count].float().numpy()  # in whatever format they are kept
+            layers[number][name, expert] = hashlib.sha256(numbers).hexdigest()
     return layers
 
 

@@ -6,14 +6,12 @@ found by structure. What a layer's matrices are, their names tell, or else their
 pattern here. A checkpoint has `shapes` by name, `family`, `place` and `read(name)`.
 """
 
-import itertools
 import math
 import re
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from lib.settings import UserError
@@ -96,8 +94,7 @@ class Stack(Run):
     name: str = ""  # what begins the stack's names, and no other stack's; "" where there are no others
     size: int = 0  # parameters in its layers
     is_fed: bool = False  # does a table of tokens lead to it, or may one?
-    named: list = field(default_factory=list)  # matrices that may be its embedding matrix,
-    tables: list = field(default_factory=list)  # the same: a name each, or the names of two as a product
+    tables: list = field(default_factory=list)  # that may be its embedding matrix: a name each, or two names
     heads: list = field(default_factory=list)  # the tables, if tied
     norm: str | None = None  # in front of the head
     mlps: list = field(default_factory=list)
@@ -141,14 +138,6 @@ class Stack(Run):
         """May a child hide in what was not looked at?"""
         return self.unread.get(BASES, 0) > 0 or sum(self.unread.values()) > A_TENTH
 
-    def has_own_table(self, others):
-        """Has it an embedding matrix that is none of the other stacks', nor a copy of one?"""
-        read, shapes = self.source.read, self.source.shapes
-        for name, other in itertools.product(self.named, [name for stack in others for name in stack.named]):
-            if name == other or (shapes[name] == shapes[other] and torch.equal(read(name), read(other))):
-                return False
-        return self.named != []
-
 
 def find_stacks(source, model=""):
     """The Stacks of a checkpoint: first what reads tokens, and of these what has a head; the larger first."""
@@ -165,11 +154,9 @@ def find_stacks(source, model=""):
     stacks = []
     for run in runs:
         beside = [name for name in outside if name in tables[run] or run in reach[name]]
-        naming = {"source": source, "model": model, "name": common_name(run, runs)}
-        naming["is_fed"] = bool(tables[run]) or (
-            run not in with_images and may_be_fed(run, tables, outside, reach)
-        )
-        stacks.append(stack_of(run, tables[run], beside, run in with_images, naming))
+        is_fed = bool(tables[run]) or (run not in with_images and may_be_fed(run, tables, outside, reach))
+        naming = {"model": model, "name": common_name(run, runs), "is_fed": is_fed}
+        stacks.append(stack_of(source, run, tables[run], beside, run in with_images, naming))
     if not any(stack.mlps for stack in stacks):
         if any(stack.unread[PACKED] for stack in stacks):
             raise packed_error(source.place, source.packed)
@@ -178,10 +165,9 @@ def find_stacks(source, model=""):
     return sorted(stacks, key=lambda stack: (stack.rank, stack.size), reverse=True)
 
 
-def stack_of(run, named, beside, with_images, naming):
+def stack_of(source, run, named, beside, with_images, naming):
     """The Stack of a Run: `named` may be its embedding matrices, and the names `beside` are its own, too."""
-    source, width = naming["source"], run.width
-    shapes = source.shapes
+    shapes, width = source.shapes, run.width
     tables, heads = tables_and_heads(named, beside, shapes, width)
     known = dict.fromkeys(name for names in tables + heads for name in names)  # in one order
     matrices = {(None, end_of(name)): name for name in known if is_matrix(name, shapes[name], width)}
@@ -212,11 +198,11 @@ def stack_of(run, named, beside, with_images, naming):
     gains = gains_of({name: name for name in beside}, source, width)
     norms = [name for name in gains if FINAL_NORM.search(name) or len(gains) == 1]
     return Stack(
+        source=source,
         prefix=run.prefix,
         width=width,
         layers=layers,
         size=size,
-        named=named,
         tables=tables,
         heads=heads or tables,
         norm=norms[0] if norms else None,
@@ -271,15 +257,23 @@ def runs_of(shapes):
 
 
 def width_of(shapes, layers):
-    """The width of the stream of some layers: the axis by which most read and write, and of most numbers."""
-    sizes = Counter()
+    """The width of the stream of some layers: the axis by which most read and write, and of most numbers.
+
+    Those of matrices count first whose two axes are both read and written, as lookup tables' are not.
+    """
+    linking, sizes = Counter(), Counter()
     for names in layers.values():
-        for name in names.values():
-            if len(shapes[name]) in (2, 3):
-                sizes.update(dict.fromkeys(shapes[name][-2:], math.prod(shapes[name])))
+        matrices = [shapes[name] for name in names.values() if len(shapes[name]) in (2, 3)]
+        inner = {shape[-2] for shape in matrices} & {shape[-1] for shape in matrices}
+        for shape in matrices:
+            numbers = dict.fromkeys(shape[-2:], math.prod(shape))
+            sizes.update(numbers)
+            if numbers.keys() <= inner:
+                linking.update(numbers)
 
     def weight_of(size):
-        return sum(is_layer(shapes, names.values(), size) for names in layers.values()), sizes[size], -size
+        num_layers = sum(is_layer(shapes, names.values(), size) for names in layers.values())
+        return num_layers, linking[size], sizes[size], -size
 
     return max(sizes, key=weight_of, default=0)
 
@@ -326,10 +320,13 @@ def end_of(name):
 
 
 def reads_images(run, outside, reach):
-    """Does a convolution lead to a run? Factors of an adapter are none, nor are positions (T, 1, d)."""
-    others = [name for name in outside if reach[name] == [run] and not FACTORS.search(name)]
-    beside = [[size for size in outside[name] if size > 1] for name in others]
-    return any(len(sizes) > 2 and run.width in sizes for sizes in beside)
+    """Does a convolution lead to a run, or a matrix of patches? Factors of an adapter are no convolution."""
+    for name in [name for name in outside if reach[name] == [run] and not FACTORS.search(name)]:
+        sizes = [size for size in outside[name] if size > 1]  # of positions (1, T, d) two
+        is_patch = len(sizes) == 2 and "patch" in name and sizes[0] == run.width
+        if is_patch or (len(sizes) > 2 and run.width in sizes):
+            return True
+    return False
 
 
 def tables_of(runs, with_images, shapes, outside, reach):

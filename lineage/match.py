@@ -213,16 +213,11 @@ def match_stacks(way: Way, settings, layers=None):
     in up to `settings.layers` layers (None: all, or DEEP of large models). If one of these alone is the
     base's, all layers are read.
     """
-    base, suspect = way.base, way.suspect
-    limit = most_layers(base, suspect, settings)
+    limit = most_layers(way.base, way.suspect, settings)
     null = null_of(way, settings.permutation_seed)
-    if layers is not None and len(layers) == len(suspect.stack.layers):
-        layers = None
-    wanted = suspect.layers if layers is None else layers
     rows, layer_map = match_layers(way, null, limit, layers, settings.units_per_layer)
     found = [(row.layer, row.closest) for row in rows if row.has_units_of_base]
-    is_partly_read = len({row.layer for row in rows}) < len(wanted)
-    if distinct(found) == 1 and is_partly_read:  # is it the only one?
+    if distinct(found) == 1 and limit is not None:  # is it the only one?
         rows, layer_map = match_layers(way, null, None, layers, settings.units_per_layer)
     return Match(rows, layer_map, len(way.tokens[0]), table_likeness(way))
 
@@ -253,6 +248,8 @@ def table_likeness(way: Way):
 def match_layers(way: Way, null, limit, layers, units):
     """The Rows of the suspect's MLPs in up to `limit` of some `layers` (None: all), and the layer map."""
     ours, theirs = layers_to_read(way.base, way.suspect, limit, layers)
+    if not theirs:
+        return [], {}
     few = min(MAP_UNITS, max(TRIAL_UNITS, DEEP * MAP_UNITS // len(ours)))
     rows, shares = [], []
     for number, views, column, _ in map_columns(way, ours, theirs, units, few):

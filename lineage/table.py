@@ -113,12 +113,6 @@ class Pair:
     reason: str = ""  # which of the rules below gave the verdict
 
     @property
-    def may_hide(self):
-        """May there be hidden units that were not found?"""
-        hides = self.base.hides or self.suspect.hides
-        return hides or (self.base.may_have_units and self.suspect.may_have_units)
-
-    @property
     def is_told(self):
         """Is each layer of the suspect one of the base?"""
         return all(row.ground for row in self.rows)
@@ -244,7 +238,9 @@ def judge_stacks(pair):
     if pair.has_equal:
         return INCONCLUSIVE, "bits"
     if pair.lack:
-        return (INCONCLUSIVE, "hidden") if undecided or pair.may_hide else (NO_EVIDENCE, "unseen")
+        stacks = (pair.base, pair.suspect)
+        may_hide = any(stack.hides for stack in stacks) or all(stack.may_have_units for stack in stacks)
+        return (INCONCLUSIVE if undecided or may_hide else NO_EVIDENCE), "coordinates alone"
     return (INCONCLUSIVE, "between") if is_above_strangers(pair) else (NO_EVIDENCE, "units")
 
 
@@ -272,14 +268,14 @@ def language_models(stacks):
     first may be a text encoder, without a head.
 
     None is that has less than a tenth of the largest one's size, or no MLPs, if the first has some, or one
-    layer and no table of its own, as a draft head; or that no table leads to, if another stack has one.
+    layer beside several, as a draft head; or that no table leads to, if another stack has one.
     """
     first = stacks[0]
     least = A_TENTH * max(stack.size for stack in stacks)
     models = []
-    for place, stack in enumerate(stacks):
+    for stack in stacks:
         is_like = stack.is_fed or stack.rank == first.rank
-        is_draft = len(stack.layers) == 1 and not stack.has_own_table(stacks[:place])
+        is_draft = len(stack.layers) == 1 < len(first.layers)
         is_large = stack.size >= (first.size if first.has_head else least)
         may_have_mlps = stack.mlps or (stack.tables and stack.hides)
         is_whole = may_have_mlps or not first.mlps

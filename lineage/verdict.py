@@ -135,12 +135,8 @@ def reason_of(pair, proviso):
         case "bits":
             few = "matrices in its layers are the base's bit for bit, but no whole MLP or layer"
             return f"{few}: a part may have been copied; {units_phrase(pair)}; {table_phrase(pair)}; {REMEDY}"
-        case "hidden":
-            hidden = "but a changed basis would hide a child, and"
-            return f"{coordinates_phrase(pair)}, {hidden} {pair.lack}"
-        case "unseen":
-            unseen = "a child whose basis was changed would not be seen"
-            return f"{coordinates_phrase(pair)}; {unseen}: {pair.lack}"
+        case "coordinates alone":
+            return f"{coordinates_phrase(pair)}, but a changed basis would hide a child, and {pair.lack}"
         case "between":
             between = "more than unrelated models share there, but fewer, or more weakly, than a child"
             return f"{units_phrase(pair)}: {between}; {table_phrase(pair)}; {REMEDY}"

@@ -5,6 +5,7 @@ A folder holds config.json, and weights in one file or in shards and their index
 is a table of names before the numbers, and of a pickle `weights_only` allows tensors and plain values alone.
 """
 
+import argparse
 import contextlib
 import functools
 import json
@@ -28,12 +29,15 @@ from sources import ranges
 from sources.gguf import GGUF, MERGE, LazyTensor
 
 CONVERTED = Path(__file__).parents[1] / "models" / "converted"  # what .gguf files hold, as folders
+GIT_LFS = "version https://git-lfs"  # a pointer begins with
 OURS = "bornbiased"  # model_type of what only model.py can say, and the mark of what was saved here
 UNSCALED = "F8 without scales"
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 FLOATS += (UNSCALED,)
 SHARD = re.compile(r"\d+(?=([-_]of[-_]\d+))")  # in a file's name: which of how many
-OTHER_FORMATS = (".onnx", ".h5", ".hdf5", ".keras", ".npz", ".nemo", ".msgpack", ".tflite", ".pb")
+OTHER_ZIPS = (".keras", ".npz")  # a file of torch.save is a zip file, too
+OTHER_FORMAT = "files of this format are not read here: load it where it was made, and save its weights as "
+OTHER_FORMAT += ".safetensors, by torch.save, or as .gguf"
 NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training scripts put the weights
 STACK = re.compile(r"(?!.*[./]\d+[./])(?:.*[./])?(?:layers?|blocks?|h)[./]")  # of tensors with all layers
 FP8 = ("F8_E4M3", "torch.float8_e4m3fn")
@@ -62,18 +66,6 @@ KEYS = {  # our name: Hugging Face's
     "tie_embeddings": "tie_word_embeddings",
 }
 GONE = {"positions": "rope", "biases": False, "qk_norm": False, "rope_scaling": None}  # settings of old runs
-GPT2_PARTS = {  # of a tensor's name, in a GPT-2: in ours
-    "h.": "model.layers.",
-    "wte.": "model.embed_tokens.",
-    "wpe.": "model.embed_positions.",
-    "ln_f.": "model.norm.",
-    ".ln_1.": ".input_layernorm.",
-    ".ln_2.": ".post_attention_layernorm.",
-    ".attn.c_proj.": ".self_attn.o_proj.",
-    ".attn.c_attn.": ".self_attn.{}_proj.",  # q, k and v side by side
-    ".mlp.c_fc.": ".mlp.up_proj.",
-    ".mlp.c_proj.": ".mlp.down_proj.",
-}
 C_ATTN = re.compile(r"(?:^|\.)h\.\d+\.attn\.c_attn\.weight$")
 PLAIN = {  # what our model does; other values of these keys are refused
     "hidden_act": "silu",
@@ -118,9 +110,12 @@ def as_user_error(path):
         raise
     except BaseException as error:  # panics of Rust are no Exception
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        if beginning(path).startswith("version https://git-lfs"):
-            reason = "it is a git-LFS pointer, not the file itself: run `git lfs pull`"
-        raise UserError(f"cannot read {path}: {reason}; if it is damaged, download it again") from None
+        remedy = "if it is damaged, download it again"
+        if beginning(path).startswith(GIT_LFS):
+            remedy = "it is a git-LFS pointer, not the file itself: run `git lfs pull`"
+        elif type(error).__name__ == "UnpicklingError":
+            remedy = "if it has more than tensors and plain values, save its tensors alone, where it was made"
+        raise UserError(f"cannot read {path}: {reason}; {remedy}") from None
 
 
 def is_gguf(place):
@@ -156,7 +151,8 @@ def safetensors_of(path):
 
 def pickled_tensors(path):
     """The LazyTensors of a file of torch.save, by name."""
-    values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    with torch.serialization.safe_globals([argparse.Namespace]):  # Megatron's settings
+        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     for key in NESTED:
         if isinstance(values.get(key), dict):
             return tensors_in(values[key])
@@ -196,8 +192,12 @@ def open_tensors(paths):
     tensors = {}
     for path in paths:
         check_regular(path)
+        begun = beginning(path)
+        is_safe = begun[8:9] == "{"  # behind the length of a header
+        is_other = path.suffix.lower() in OTHER_ZIPS or not begun.startswith(("PK", GIT_LFS))
+        if begun and is_other and not is_safe:
+            raise UserError(f"{path}: {OTHER_FORMAT}")
         with as_user_error(path):
-            is_safe = beginning(path)[8:9] == "{"  # behind the length of a header
             found = safetensors_of(path) if is_safe else pickled_tensors(path)
         if tensors.keys() & found.keys():
             raise UserError(f"{path} has {PART_OF_EACH}")
@@ -230,41 +230,23 @@ def part_of_layer(read, axis, layer, part=()):
     return read((*first, layer, *part[axis:]))
 
 
-def joined_shapes(tensors):
-    """The shapes of the matrices of q, k and v, if tensors are called as a GPT-2's."""
-    has_mlps = any(name.endswith("h.0.mlp.c_fc.weight") for name in tensors)
-    return [tensor.shape for name, tensor in tensors.items() if has_mlps and C_ATTN.search(name)]
-
-
 def gpt2_tensors(tensors):
-    """A GPT-2's tensors by our names; what it stores as (inputs, outputs), as nanoGPT does not, is turned."""
-    is_turned = all(shape[0] < shape[-1] for shape in joined_shapes(tensors))
+    """Tensors, of which a GPT-2's have one name and are (outputs, inputs), whoever stored them."""
+    joined = [tensor.shape for name, tensor in tensors.items() if C_ATTN.search(name)]
+    if not joined or any(max(shape) != 3 * min(shape) for shape in joined):
+        return tensors
+    is_turned = all(rows < columns for rows, columns in joined)  # as Hugging Face's, but not nanoGPT's
     found = {}
     for name, tensor in tensors.items():
-        ours = name.rpartition("transformer.")[2]
-        for theirs, part in GPT2_PARTS.items():
-            ours = ours.replace(theirs, part)
-        if ".c_" not in name:
-            found[ours] = tensor
-            continue
-        letters = "qkv" if "{}" in ours else "-"
-        outputs, *inputs = reversed(tensor.shape) if is_turned else tensor.shape
-        size = outputs // len(letters)
-        for number, letter in enumerate(letters):
-            part = slice(size * number, size * (number + 1))
-            read = partial(turned if is_turned else rows_of, tensor.read, part)
-            found[ours.replace("{}", letter)] = LazyTensor((size, *inputs), tensor.kind, read)
+        if is_turned and ".c_" in name and len(tensor.shape) == 2:
+            tensor = LazyTensor(tensor.shape[::-1], tensor.kind, partial(turned, tensor.read))
+        found[name.rpartition("transformer.")[2]] = tensor
     return found
 
 
-def turned(read, columns, part=()):
-    """Of some columns of a matrix, as rows, a part; or of some numbers of a vector."""
-    return read()[..., columns].t()[part].contiguous()
-
-
-def rows_of(read, rows, part=()):
-    """A part of some rows of a matrix."""
-    return read((rows,))[part]
+def turned(read, part=()):
+    """A part of a matrix whose stored rows are its columns."""
+    return read().t()[part].contiguous()
 
 
 def with_scales(place, raw, tensors):
@@ -327,11 +309,6 @@ def weight_files(place):
         second = re.sub(r"(consolidated\.|mp_rank_)00", r"\g<1>01", str(place))
         if re.search(r"(consolidated\.|mp_rank_)(?!00)\d\d", second) and exists(second):
             raise UserError(f"{place} has {PART_OF_EACH}")
-        if place.suffix.lower() in OTHER_FORMATS:
-            remedy = (
-                "load it where it was made, and save its weights as .safetensors, by torch.save, or as .gguf"
-            )
-            raise UserError(f"{place}: {place.suffix} files are not read here: {remedy}")
         return shards_of(place)
     names = [name for name in WEIGHT_FILES if exists(place / name)]
     if not names:
@@ -500,13 +477,10 @@ def open_checkpoint(place, any_architecture=False):
         if not isinstance(error, ForeignArchitecture) and is_first_process():  # the weights suffice
             print(f"{error}: it is read by its weights alone", file=sys.stderr)
     raw = raw or {}
-    joined = joined_shapes(tensors)
-    if joined and all(max(shape) == 3 * min(shape) for shape in joined):
-        tensors = gpt2_tensors(tensors)  # so that a file beside a folder has the same names
     # names of a .gguf file say nothing of norms: gains stand there as they are
     family = "" if is_gguf(place) else str(raw.get("model_type", ""))
     names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
-    return CheckpointReader(place, unstacked(tensors), None, family, names_mlps, packed)
+    return CheckpointReader(place, unstacked(gpt2_tensors(tensors)), None, family, names_mlps, packed)
 
 
 def contents(place):

@@ -151,13 +151,18 @@ def action_expert(seed: int) -> dict:
     return weights | tower(seed, "expert.", patch=False)
 
 
-def patched(seed: int) -> dict:
+def patched(seed: int, pixels=50) -> dict:
     """A tower as wide as the language model, whose patches enter by a plain matrix, as in Llama 4."""
-    weights = {"vision.patch_embedding.linear.weight": drawn(seed, 64, 50)}
+    weights = {"vision.patch_embedding.linear.weight": drawn(seed, 64, pixels)}
     return weights | tower(seed, "vision.", 64, patch=False)
 
 
-@pytest.mark.parametrize("part", [action_expert, patched])
+def of_siglip2(seed: int) -> dict:
+    """The same of patches with as many numbers as half of the tokens, and with an MLP behind the layers."""
+    return patched(seed, 200) | {"vision.head.mlp.fc1.weight": drawn(seed, 200, 64)}
+
+
+@pytest.mark.parametrize("part", [action_expert, patched, of_siglip2])
 def test_what_no_table_leads_to_is_no_language_model(part):
     """Children are kin without it, or with another; strangers are not by having it."""
     base, child, stranger = (weights_of(source) for source in (BASE, CHILD, STRANGER))
@@ -179,7 +184,7 @@ def test_a_bare_encoder_and_what_contains_it():
         assert judged(bare, unrelated)[0] == judged(unrelated, bare)[0] == INCONCLUSIVE
     assert judged(bare, with_noise(bare))[0] == judged(bare, bare)[0] == SAME_BIRTH
     answer, sentence = judged(bare, other)
-    assert answer == NO_EVIDENCE and "a child whose basis was changed would not be seen" in sentence
+    assert answer == NO_EVIDENCE and "but a changed basis would hide a child" in sentence
     row = row_of_pair(bare, bare)
     assert row["part"] is None and row["base_part"] is None
 
@@ -322,6 +327,13 @@ def test_bases_of_each_layer_hide_a_child(source, kept):
 # ---- MLPs, tables and norms --------------------------------------------------------------------------------
 
 
+def test_a_layer_without_units_beside_layers_that_coordinates_tell():
+    for source, verdict in ((NOISED, SAME_BIRTH), (STRANGER, INCONCLUSIVE)):
+        weights = changed(weights_of(source), {"0.mlp.": "0.self_attn."})
+        answer, sentence = judged(weights_of(BASE), weights)
+        assert answer == verdict, sentence
+
+
 def with_experts(weights: dict, seed: int) -> dict:
     """A stack of three experts in each layer, beside its plain MLP, as GraniteMoeShared's."""
     others = changed(weights, {".mlp.": ".shared_mlp."})
@@ -357,9 +369,12 @@ def test_a_plain_mlp_beside_experts():
     assert answer == SAME_BIRTH and "of 3 of 3 layers were matched" in sentence, sentence
 
 
-@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("size", [16, 64, 96])
 def test_lookup_tables_in_layers(size):
-    """As of n-grams, beside attention: they have most numbers, but the stream is read and written."""
+    """As of n-grams, beside attention: they have most numbers, but the stream is read and written.
+
+    Those of 96 numbers are as wide as MLPs, whose units are read and written, too.
+    """
 
     def with_tables(source, seed: int) -> dict:
         weights = weights_of(source)

@@ -193,6 +193,7 @@ def row_by_both(base, suspect) -> dict:
     glance, details = compare_models(*models, CompareSettings())
     row, more_details = compare_models(*models, CompareSettings(thorough=True, permutations=199))
     json.dumps([row, glance, details, more_details], allow_nan=False)
+    assert details["layer_map"].get("suspect") != []  # which no figure shows
     assert row["verdict"] == glance["verdict"], (row["sentence"], glance["sentence"])
     return row
 
@@ -576,7 +577,7 @@ def test_a_llama_that_is_none(case, tmp_path):
 def test_coordinates_where_there_are_no_units(tmp_path):
     config = replace(CONFIG, sublayers="attention")
     answer, sentence = judged(Newborn(config, 1), Newborn(config, 2))
-    assert answer == NO_EVIDENCE and "basis was changed would not" in sentence
+    assert answer == NO_EVIDENCE and "a changed basis would hide a child" in sentence
     without_units = folder_with(tmp_path / "a", dead(weights_of(BASE)))
     assert judged(without_units, without_units)[0] == SAME_BIRTH  # by all that it has
 
