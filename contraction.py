@@ -24,7 +24,7 @@ from measure import theory
 from measure.mean_field import mean_field
 from model import PRESETS
 from probe import SHOWN, count_predictions, preference
-from sources.checkpoint import check_lengths, chosen_models, shortest_context
+from sources.checkpoint import check_lengths, shortest_context, specs_of
 
 COSINES = ("mean_cosine", "std_cosine")  # measured columns
 
@@ -55,7 +55,7 @@ class NewbornExperiment(Experiment):
         """Begin with the user's sequence lengths, or else `lengths`; UserError for a trained model."""
         for model in settings.model:
             check_choice(model.partition("@")[0], PRESETS, "preset")
-        specs = chosen_models(settings.model, settings.seed, 0, settings.init)
+        specs = specs_of(settings.model, settings.seed, 0, settings.init)
         context = shortest_context(specs)
         given = getattr(settings, "sequence_length", None) or ()
         check_lengths(given, context)

@@ -283,7 +283,7 @@ class Transformer(nn.Module):
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
         self.register_buffer("cos_sin", None, persistent=False)  # (2, T, 1, Dh/2) float32
 
-    def make_angles(self, T=FIRST_POSITIONS) -> None:
+    def precompute_rope(self, T=FIRST_POSITIONS) -> None:
         """Precompute RoPE for min(T, context) positions; call once when the weights are in place."""
         with torch.inference_mode(False):  # a later backward pass may use them
             position = torch.arange(min(T, self.config.context_length))
@@ -294,9 +294,11 @@ class Transformer(nn.Module):
         """RoPE's cosines and sines for x (B, T, d): (T, 1, Dh/2) each, in x's dtype."""
         T = x.shape[1]
         if self.cos_sin is None:
-            raise RuntimeError("RoPE is not precomputed: call make_angles() when the weights are in place")
+            raise RuntimeError(
+                "RoPE is not precomputed: call precompute_rope() when the weights are in place"
+            )
         if T > self.cos_sin.shape[1]:
-            self.make_angles(T)
+            self.precompute_rope(T)
         return self.cos_sin.narrow_copy(1, 0, T).to(x.dtype).unbind()  # a copy, not a view
 
     def cast_blocks(self, dtype) -> "Transformer":

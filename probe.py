@@ -21,7 +21,7 @@ from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, shard, sum_over_ranks
 from lib.settings import Command, RunSettings, at_least, run_script
 from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
-from sources.checkpoint import check_lengths, chosen_models, shortest_context
+from sources.checkpoint import check_lengths, shortest_context, specs_of
 from sources.inputs import random_tokens, random_vectors
 from sources.tokenizers import load_tokenizer
 
@@ -49,7 +49,7 @@ def probe(settings: Settings):
     """Which tokens do untrained models prefer? Takes 3 minutes per seed on one thread, 1 in bfloat16."""
     # A Spec describes a model by its name, seed and config, and its `load` makes the model. A preset gives
     # one Spec for each seed. PRESET@SEED draws its embedding from that seed, too.
-    specs = chosen_models(settings.model, settings.seed, settings.embedding_seed, settings.init)
+    specs = specs_of(settings.model, settings.seed, settings.embedding_seed, settings.init)
     context = shortest_context(specs)
     check_lengths(settings.sequence_length or (), context)
     # `begin` joins torchrun's processes, chooses the device, and makes the folder --out. `save` writes the

@@ -29,7 +29,7 @@ from measure.bos import ELSEWHERE, bos_or_position, tell_bos
 from measure.constants import read_constants, save_constants
 from measure.units import alpha_and_loss, by_token, observe, watch, zero_units
 from model import Transformer
-from sources.checkpoint import check_lengths, chosen_models, shortest_context
+from sources.checkpoint import check_lengths, shortest_context, specs_of
 from sources.inputs import TextSettings, bos_of, read_tokens, text_of
 
 EPSILON = 0.3  # a sink head has an alpha_1 above this (arXiv 2410.10781)
@@ -120,7 +120,7 @@ class TransplantSettings(Settings):
 
 def measure_models(name, paper, settings: Settings, measure, *more):
     """An experiment, and the lists of rows that `measure(settings, spec, model, *more)` returns, by name."""
-    specs = chosen_models(settings.model, settings.seed)
+    specs = specs_of(settings.model, settings.seed)
     check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(specs))
     texts = [text_of(settings, spec) for spec in specs]
     if len(set(texts)) > 1:

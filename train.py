@@ -103,7 +103,7 @@ class Training:
         self.device = device
         self.dtype = dtype
         model, self.step = origins.load_model(settings, run, origin, tokens)
-        model.make_angles(max(settings.sequence_length, FIRST_POSITIONS))  # compiled code cannot
+        model.precompute_rope(max(settings.sequence_length, FIRST_POSITIONS))  # compiled code cannot
         self.raw_model = model.to(device).train()
         self.optimizer = make_optimizer(model, settings)
         run.restore(self.optimizer, model, self.step)

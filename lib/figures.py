@@ -153,7 +153,7 @@ def draw_heads(path, title, maps, columns) -> None:
         alpha = np.array(alpha).T
         extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
         image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
-        axes.set(xlabel="layer", ylabel="head", title=name)
+        axes.set(xlabel="attention layer", ylabel="head", title=name)
         axes.title.set_fontsize(10)
         axes.locator_params(integer=True, min_n_ticks=1)
     figure.colorbar(image, ax=grid, label="mean attention")

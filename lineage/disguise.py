@@ -166,7 +166,7 @@ def save(folder, source, tokenizer=None) -> None:
     """Write a checkpoint of ours as a folder."""
     model = Transformer(source.config)
     model.load_state_dict(weights_of(source))
-    model.make_angles()
+    model.precompute_rope()
     checkpoint.save(Path(folder), model, tokenizer=tokenizer)
 
 

@@ -129,7 +129,7 @@ class Spec:
         for name, parameter in model.named_parameters():
             weights[name] = checkpoint.read(name).to(device, parameter.dtype).contiguous()
         model.load_state_dict(weights, assign=True)  # without a copy
-        model.make_angles()
+        model.precompute_rope()
         return model.eval()
 
 
@@ -166,7 +166,7 @@ def parse_spec(text, scheme="gpt2", in_parts=False):
     raise UserError(f"no model {text!r}: {hint}")
 
 
-def chosen_models(names, seeds, embedding_seed=None, scheme="gpt2"):
+def specs_of(names, seeds, embedding_seed=None, scheme="gpt2"):
     """The Specs of `--model` and `--seed`: presets with each of the seeds, others as they are."""
     specs = []
     for name in names:

@@ -57,7 +57,7 @@ def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
     """A model whose parameters are all random, and large enough that attention is far from uniform."""
     torch.manual_seed(seed)
     model = Transformer(config).eval()
-    model.make_angles()
+    model.precompute_rope()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             is_gain = "norm" in name and name.endswith("weight")

@@ -17,7 +17,7 @@ from lib.settings import UserError
 from lineage import layout
 from model import ModelConfig
 from sources import checkpoint, formats
-from sources.checkpoint import chosen_models, parse_spec
+from sources.checkpoint import parse_spec, specs_of
 from sources.runs import Run
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
@@ -217,7 +217,7 @@ def test_models_that_flags_choose(tmp_path):
     folder, _ = saved(tmp_path / "a", KINDS["llama"])
     names = ("tiny_gpt2", "tiny_llama@9", folder)
     for embedding_seed, expected in ((None, [None, None, 9, None]), (0, [0, 0, 9, None])):
-        specs = chosen_models(names, (1, 2), embedding_seed)
+        specs = specs_of(names, (1, 2), embedding_seed)
         assert [spec.embedding_seed for spec in specs] == expected
         seeds = "" if embedding_seed is None else ":0"  # in a label is what differs from its default
         labels = [f"tiny_gpt2@1{seeds}", f"tiny_gpt2@2{seeds}", "tiny_llama@9", folder]

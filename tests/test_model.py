@@ -127,7 +127,7 @@ def test_what_nobody_filled_is_nan():
         model = Transformer(KINDS[name])
         with pytest.raises(RuntimeError, match="not precomputed"):
             model.hidden(TOKENS)
-        model.make_angles()
+        model.precompute_rope()
         assert model.hidden(TOKENS).isnan().all()
 
 
