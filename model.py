@@ -294,9 +294,7 @@ class Transformer(nn.Module):
         """RoPE's cosines and sines for x (B, T, d): (T, 1, Dh/2) each, in x's dtype."""
         T = x.shape[1]
         if self.cos_sin is None:
-            raise RuntimeError(
-                "RoPE is not precomputed: call precompute_rope() when the weights are in place"
-            )
+            raise RuntimeError("call precompute_rope() when the weights are in place")
         if T > self.cos_sin.shape[1]:
             self.precompute_rope(T)
         return self.cos_sin.narrow_copy(1, 0, T).to(x.dtype).unbind()  # a copy, not a view
