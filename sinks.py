@@ -6,8 +6,9 @@
 
 Positions count from 1. A head's alpha_k is its attention to position k, averaged over the queries i >= k. A
 head is a *sink head* of a sequence if its alpha_1 is above 0.3. The *sink rate* is the mean share of sink
-heads. A *neuron* is a hidden unit of an MLP, named LAYER/UNIT: layers count from 1, units from 0. *Builders*
-are the neurons that write a massive activation at position 1 (SO: super neurons); *removers* erase it.
+heads; `other_sink_rate` is that of heads with an alpha_k above 0.3 for a k from 2 to T/2. A *neuron* is a
+hidden unit of an MLP, named LAYER/UNIT: layers count from 1, units from 0. *Builders* are the neurons that
+write a massive activation at position 1 (SO: super neurons); *removers* erase it.
 
 A model with a tokenizer reads docstrings of Python's standard library, or --text; others read random tokens.
 `low` and `high` bound Student's 95 % interval over sequences. More experiments: reproduce/interventions.py.
@@ -40,8 +41,8 @@ def sink_share(alpha: torch.Tensor) -> torch.Tensor:
     return (alpha > EPSILON).float().mean(dim=(1, 2))
 
 
-def sink_statistics(model: Transformer, tokens: torch.Tensor):
-    """A row about the sink on position 1 of tokens (n, T), and alpha_1 (n, L, H)."""
+def sink_statistics(model: Transformer, tokens: torch.Tensor, others=()):
+    """A row about the sink on position 1 of tokens (n, T), or on any of `others`, and alpha_1 (n, L, H)."""
     alphas, norms, values = [], [], []
 
     def on_state(layer, x):
@@ -52,10 +53,11 @@ def sink_statistics(model: Transformer, tokens: torch.Tensor):
         values.append(attention.ratio_of_first(v).mean(1))
 
     for part in attention.batches(tokens):
-        alphas.append(attention.attention_to(model, part, (1, 0), on_heads, on_state))
-    alpha, constant = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
+        alphas.append(attention.attention_to(model, part, (1, 0, *others), on_heads, on_state))
+    alpha, constant, *rest = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
     row = {
         "sink_rate": sink_share(alpha).mean().item(),
+        "other_sink_rate": sink_share(torch.stack(rest).amax(0)).mean().item() if rest else None,
         "mean_alpha1": alpha.mean().item(),
         "max_alpha1": alpha.max().item(),
         "constant_alpha": constant.mean().item(),  # to a constant, or a learned sink
@@ -145,8 +147,10 @@ def measure_models(name, paper, settings: Settings, measure, *more):
 def rate(settings: RateSettings):
     """Where does attention sink? The sink rate by length, and alpha_1 of each head (BB Figure 12; minutes)"""
     experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
-    columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "mean_alpha1", "max_alpha1")
-    result = experiment.save(**lists, columns=(*columns, "uniform_alpha1", "norm_ratio", "value_ratio"))
+    columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "other_sink_rate")
+    result = experiment.save(
+        **lists, columns=(*columns, "mean_alpha1", "uniform_alpha1", "norm_ratio", "value_ratio")
+    )
     T = lists["heads"][0]["sequence_length"]
     heads = [row for row in lists["heads"] if row["sequence_length"] == T]
     names = short_names([row["checkpoint"] for row in heads])
@@ -162,11 +166,11 @@ def sink_rates(settings: RateSettings, spec, model):
     rows, heads = [], []
     for T in progress(lengths, desc="rate", unit=" lengths", leave=False):
         tokens = read_tokens(settings, spec, T)
-        row, alpha = sink_statistics(model, tokens)  # alpha (n, L, H)
+        row, alpha = sink_statistics(model, tokens, range(2, T // 2 + 1))  # alpha (n, L, H)
         row |= {"sequence_length": T, "epsilon": EPSILON, "uniform_alpha1": attention.uniform_alpha(T)}
         row |= interval(sink_share(alpha), "sink_rate", 0, 1)
         if row["uniform_alpha1"] > EPSILON:  # up to 9 tokens
-            row |= {"sink_rate": None, "low": None, "high": None}
+            row |= dict.fromkeys(("sink_rate", "other_sink_rate", "low", "high"))
             print(f"{spec.label}: no sink rate at {T} tokens, where uniform attention alone would sink")
         rows.append(row)
         heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})

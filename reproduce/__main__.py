@@ -30,6 +30,7 @@ LONG = "--num-sequences 16 --sequence-length 64 512"
 TRANSPLANT = "-m reproduce.interventions transplant"
 FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} --num-sequences 12"
 COMPARE = "seedprint.py compare --thorough"
+SAVED = "out/smollm2.safetensors"  # constants
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "probe": "probe.py --seed 42 43",
     "ten_thousand/probe": f"probe.py --seed 42 --num-sequences 10000 {BFLOAT16}",
@@ -66,6 +67,8 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "qwen/persistence": f"-m reproduce.persistence {QWEN}-1000 --stranger {QWEN}-123",
     "backcopy/rate": "sinks.py rate --model runs/backcopy --text data/backcopy-bytes --first-token bos",
     "smollm2/rate": "sinks.py rate --model smollm2 --sequence-length 64 128 256",
+    "smollm2/constants/rate": "sinks.py rate --model smollm2 --sequence-length 64 128 256 "
+    f"--constants {SAVED}",
     "smollm2/anatomy": "sinks.py anatomy --model smollm2",
     "smollm2/intervene": "-m reproduce.interventions intervene --model smollm2 --factor 2 8 32",
     "smollm2/ablate": "-m reproduce.interventions ablate --model smollm2",
@@ -94,7 +97,10 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "models/streaming": f"-m reproduce.uses streaming --model smollm2 {GEMMA}",
     "bench": "-m reproduce.bench",
 }
-FIRST = {"disguised/compare": ("disguised", "-m lineage.disguise tiny_llama@42")}  # a folder; what makes it
+FIRST = {  # what a result reads, and the command that makes it
+    "disguised/compare": ("disguised", "-m lineage.disguise tiny_llama@42"),
+    "smollm2/constants/rate": (SAVED, f"sinks.py transplant --model smollm2 --save {SAVED}"),
+}
 
 
 @dataclass

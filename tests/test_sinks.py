@@ -55,10 +55,12 @@ def test_sink_rate_is_gu_et_als(kind, tmp_path, monkeypatch):
     lists = sinks.sink_rates(settings, saved(model, tmp_path), model)
     for row, by_head, T in zip(lists["rows"], lists["heads"], (10, 20), strict=True):
         tokens = random_tokens(0, range(9), T, 97)
-        alpha = alpha_of(explicit(model, tokens), 1)  # (n, L, H)
+        alpha, *others = [alpha_of(explicit(model, tokens), k) for k in range(1, T // 2 + 1)]  # (n, L, H)
         shares = (alpha > 0.3).double().mean((1, 2))
+        is_other_sink = (torch.stack(others) > 0.3).any(0)
         expected = interval(shares.numpy(), "sink_rate", 0, 1)
         expected |= {"mean_alpha1": alpha.mean().item(), "max_alpha1": alpha.max().item()}
+        expected["other_sink_rate"] = is_other_sink.double().mean().item()
         assert {name: row[name] for name in expected} == pytest.approx(expected, abs=NEAR)
         assert row["uniform_alpha1"] == pytest.approx(sum(1 / i for i in range(1, T + 1)) / T, rel=1e-9)
         np.testing.assert_allclose(by_head["alpha1"], alpha.mean(0), atol=NEAR)
