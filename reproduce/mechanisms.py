@@ -201,17 +201,12 @@ def intra(settings: LengthSettings):
 
 def averaging_stack(T, layers):
     """Mean cosine within a sequence after each Attn0, for large d, over all pairs of positions, i = j too."""
-    S = torch.eye(T, dtype=torch.float64)
+    S = torch.eye(T, dtype=torch.float64)  # covariances of positions
     cosines = []
     for _ in range(layers):
         S = theory.average(S)  # M S M^T
-        cosines.append(mean_cosine(S))
+        cosines.append((S / theory.scales(S)).mean().item())
     return cosines
-
-
-def mean_cosine(S):
-    """The mean of S_ij / sqrt(S_ii S_jj), for a sequence's covariances S (T, T)."""
-    return (S / theory.scales(S)).mean().item()
 
 
 def averaging_limit(T, layers):
@@ -230,7 +225,8 @@ def intra_recursion(config, T, scheme):
     """The same for a newborn's attention, before (0) and after each."""
     if theory.unknown(config, scheme):
         return [None] * (config.num_layers + 1)
-    return [mean_cosine(S) for S, _ in theory.covariances(config, T, scheme, residual=False)]
+    covariances = theory.covariances(config, T, scheme, residual=False)
+    return [(S / theory.scales(S)).mean().item() for S, _ in covariances]
 
 
 @torch.inference_mode()

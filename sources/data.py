@@ -127,8 +127,6 @@ def read(file):
             yield from json_lines(file, lines) if file.suffix.lower() == ".jsonl" else pages(lines)
     except UnicodeDecodeError:
         raise UserError(f"{file} is not UTF-8 text: convert it") from None
-    except OSError as error:
-        raise UserError(f"cannot read {file}: {error}") from None
 
 
 def pages(lines):
