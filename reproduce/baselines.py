@@ -84,13 +84,9 @@ def invariant_maps(model, n):
     for layer in reversed(range(model.config.num_layers)[-2:]):
         q, k, v, o = (layer_weight(model, layer, f"self_attn.{kind}") for kind in "qkvo")
         up, down = (layer_weight(model, layer, f"mlp.{kind}") for kind in ("up", "down"))
-        k, v = (repeat_heads(weight, model.config) for weight in (k, v))
+        k, v = (weight.unflatten(0, (model.config.kv_heads, -1)) for weight in (k, v))  # (G, Dh, d) each
+        times = model.config.num_heads // model.config.kv_heads  # that heads share them
+        k, v = (weight.repeat_interleave(times, 0).flatten(0, 1) for weight in (k, v))  # (H Dh, d)
         for M in (q.T @ k, v.T @ o.T, up.T @ down.T):  # (d, d), of stored matrices
             x = X @ M @ X.T  # (n, n)
             yield x - x.mean()
-
-
-def repeat_heads(weight, config):
-    """Key or value rows (G Dh, d), repeated for the heads that share them: (H Dh, d)."""
-    heads = weight.unflatten(0, (config.kv_heads, -1))  # (G, Dh, d)
-    return heads.repeat_interleave(config.num_heads // config.kv_heads, 0).flatten(0, 1)

@@ -140,25 +140,21 @@ def streaming(settings: StreamingSettings):
         raise UserError(f"--window {settings.window}: expected less than --sequence-length")
     experiment, lists = measure_models("streaming", "ours", settings, streamings)
     result = experiment.save(**lists, columns=("checkpoint", "kind", "loss"))
-    draw_streaming(experiment.folder / "streaming.png", lists["points"], settings.window)
-    return result
-
-
-def draw_streaming(path, points, window) -> None:
-    """Draw the loss that a window adds to the full context's, with constants and without."""
     full = {}
-    for point in points:
+    for point in lists["points"]:
         if point["kind"] == "full context":
             full[point["checkpoint"], point["predicted"]] = point["loss"]
     shown = []
-    for point in points:
+    for point in lists["points"]:
         if point["kind"] in ("window", "window, constants"):
             cost = point["loss"] - full[point["checkpoint"], point["predicted"]]
             shown.append(point | {"cost": cost, "zero": 0})
-    question = f"Does a constant in front keep a cache of {window} tokens going?"
+    question = f"Does a constant in front keep a cache of {settings.window} tokens going?"
     keys = {"x": "predicted", "y": "cost", "series": "kind", "panel": "checkpoint"}
     labels = {"xlabel": "tokens read", "ylabel": "loss minus that of the full context, nats"}
+    path = experiment.folder / "streaming.png"
     curves(shown, path, question, **keys, theories={"zero": "full context"}, **labels)
+    return result
 
 
 @torch.inference_mode()

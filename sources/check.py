@@ -20,9 +20,13 @@ def check(lens, T=16) -> None:
         raise UserError("its logits are not finite")
     usual, lens.queries = lens.queries, 5  # so that queries come in parts
     check_attention(lens, tokens, truth.get("attentions") or ())
-    if differ(lens, lens.unembed(lens.hidden(tokens)), truth.logits):
+    states = lens.hidden(tokens)
+    if differ(lens, lens.unembed(states), truth.logits):
         raise UserError("its logits do not follow from its final states")
-    check_order(lens, tokens)
+    changed = tokens.clone()
+    changed[:, -1] = (tokens[:, -1] + 1) % lens.config.vocab_size
+    if differ(lens, lens.hidden(changed)[:, :-1], states[:, :-1]):
+        raise UserError("a state depends on a later token")
     if "units" not in lens.lacks:
         with lens.hidden_units(lambda layer, units, first: units.clone()):
             copied = lens.hidden(tokens)
@@ -113,14 +117,6 @@ def normed_layers(lens, tokens):
             if not (lost - written).abs().max() <= 0.01 * written.abs().max() + rounding:
                 found.append(layer)
     return found
-
-
-def check_order(lens, tokens) -> None:
-    """UserError if a state depends on a later token."""
-    changed = tokens.clone()
-    changed[:, -1] = (tokens[:, -1] + 1) % lens.config.vocab_size
-    if differ(lens, lens.hidden(changed)[:, :-1], lens.hidden(tokens)[:, :-1]):
-        raise UserError("a state depends on a later token")
 
 
 def check_constants(lens, tokens, logits) -> None:
