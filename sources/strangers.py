@@ -48,7 +48,7 @@ from sources.formats import (
 )
 from sources.lens import Lens
 
-EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
+LOAD = {"attn_implementation": "eager", "experts_implementation": "eager", "output_loading_info": True}
 LARGE = 2**30  # bytes of weights whose size is told
 DROPPED = ("quantization_config", "fusion_config", "distributed_config", "auto_map", "transformers_weights")
 FOLLOWED = re.compile(r"rope|attention|softcap|scale|expert|logit")  # keys of a header that change numbers
@@ -113,9 +113,7 @@ def open_lens(place, device="cpu", dtype=torch.float32):
         check_size(place, kind, config, device, dtype)
         with quiet():
             weights = {name: finite(place, name, tensor.read()) for name, tensor in tensors.items()}
-            model, info = kind.from_pretrained(
-                None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, **EAGER
-            )
+            model, info = kind.from_pretrained(None, config=config, state_dict=weights, dtype=dtype, **LOAD)
         del weights
         unread = [name for name in info["unexpected_keys"] if not NO_PARAMETER.search(name)]
         for problem in (info["missing_keys"], info["mismatched_keys"], info["error_msgs"], unread):
@@ -183,14 +181,9 @@ def converted(path):
         (Path(place) / "model.gguf").symlink_to(path.absolute())  # beside nothing else
         config = AutoConfig.from_pretrained(place, gguf_file="model.gguf")
         follow_header(path, header, config)
+        unpacked = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
         model, info = AutoModelForCausalLM.from_pretrained(
-            place,
-            gguf_file="model.gguf",
-            config=config,
-            quantization_config=GgufConfig(dequantize=True),
-            dtype=torch.float32,
-            output_loading_info=True,
-            **EAGER,
+            place, gguf_file="model.gguf", config=config, **unpacked, **LOAD
         )
         missing = info["missing_keys"] or info["mismatched_keys"]
         if missing:
