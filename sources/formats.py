@@ -35,7 +35,7 @@ UNSCALED = "F8 without scales"
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 FLOATS += (UNSCALED,)
 SHARD = re.compile(r"\d+(?=([-_.]of[-_]\d+))")  # in a file's name: which of how many
-RANK = re.compile(r"(consolidated\.|[mt]p_rank_|model-rank-|model_part-)(\d+)")  # by tensor parallelism
+RANK = re.compile(r"(consolidated\.|[mt]p_rank_|model-rank-|model_part-|model(?=\d+-mp))(\d+)")  # of several
 OTHER_ZIPS = (".keras", ".npz")  # a file of torch.save is a zip file, too
 OTHER_FORMAT = "files of this format are not read here: load it where it was made, and save its weights as "
 OTHER_FORMAT += ".safetensors, by torch.save, or as .gguf"

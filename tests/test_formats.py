@@ -150,6 +150,8 @@ def test_packed_weights_are_known_whatever_their_name(name, kind, count, folder)
     (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
     source = formats.open_checkpoint(folder, True)  # positions are no weights
     assert source.packed == {name: 32 * 32 * count} and name not in source.shapes
+    (folder / "config.json").write_text('{"model_type": "gpt_oss", "quantization": {"bits": 2}}')
+    assert formats.open_checkpoint(folder, True).packed == {name: 32 * 32 * 2 * count}
 
 
 def test_integers_that_are_no_weights(folder):
@@ -400,7 +402,9 @@ def test_other_formats_are_not_called_damaged(suffix, tmp_path):
     assert "damaged" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", ["consolidated.0{}.pth", "tp_rank_0{}.pt", "model-rank-{}-part-0.pt"])
+@pytest.mark.parametrize(
+    "name", ["consolidated.0{}.pth", "tp_rank_0{}.pt", "model-rank-{}-part-0.pt", "model{}-mp2.pt"]
+)
 def test_a_part_of_each_matrix_is_no_model(name, tmp_path):
     """As tensor parallelism leaves them: compared alone, it would be no evidence. The first may be alone."""
     paths = [tmp_path / name.format(number) for number in (0, 1)]
