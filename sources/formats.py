@@ -34,7 +34,8 @@ OURS = "bornbiased"  # model_type of what only model.py can say, and the mark of
 UNSCALED = "F8 without scales"
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 FLOATS += (UNSCALED,)
-SHARD = re.compile(r"\d+(?=([-_]of[-_]\d+))")  # in a file's name: which of how many
+SHARD = re.compile(r"\d+(?=([-_.]of[-_]\d+))")  # in a file's name: which of how many
+RANK = re.compile(r"(consolidated\.|[mt]p_rank_|model-rank-|model_part-|model(?=\d+-mp))(\d+)")  # of several
 OTHER_ZIPS = (".keras", ".npz")  # a file of torch.save is a zip file, too
 OTHER_FORMAT = "files of this format are not read here: load it where it was made, and save its weights as "
 OTHER_FORMAT += ".safetensors, by torch.save, or as .gguf"
@@ -45,6 +46,7 @@ NO_SCALE = LazyTensor((), "F32", partial(torch.ones, ()))
 SCALE = re.compile(r"_scale(?:_inv|_ub)?$|\.q?scale_(?:weight|input)$|scaled_fp8$")  # or a mark, beside FP8
 SCALES_OF_OWNER = ("scale", "scale_weight", "qscale_weight")
 BLOCK_SIZE = re.compile(r'"weight_block_size": \[(\d+), (\d+)\]')  # as config.json tells it
+BITS = re.compile(r'"bits": (\d)')  # of a packed number, as config.json tells them
 NO_WEIGHT = ("BOOL", "I64", "torch.bool", "torch.int64")  # which masks and lookup tables have
 MOMENT = re.compile(r"(?:^|[./])(?:\w*exp_avg\w*|momentum\w*|step)$")  # what an optimizer keeps of a weight
 NO_PARAMETER = re.compile(r"inv_freq$|\.attn\.(?:masked_)?bias$")  # nor a mask
@@ -306,8 +308,8 @@ def multiplied(label, read, read_scale, shape, told, part=()):
 def weight_files(place):
     """The files of a checkpoint's weights: a single file, or the shards that an index names."""
     if not isdir(place):
-        second = re.sub(r"(consolidated\.|mp_rank_)00", r"\g<1>01", str(place))
-        if re.search(r"(consolidated\.|mp_rank_)(?!00)\d\d", second) and exists(second):
+        second = RANK.sub(lambda found: f"{found[1]}{int(found[2]) or 1:0{len(found[2])}}", str(place))
+        if RANK.search(second) and exists(second):
             raise UserError(f"{place} has {PART_OF_EACH}")
         return shards_of(place)
     names = [name for name in WEIGHT_FILES if exists(place / name)]
@@ -493,10 +495,11 @@ def contents(place):
             advice = "it was saved under ZeRO-3 without gathering: zero_to_fp32.py gathers the parts"
             raise UserError(f"{place}: {name} is empty; {advice}")
     weights, packed = {}, {}
+    said = BITS.search(json.dumps(raw))
     for name, tensor in tensors.items():
         if is_packed(name, tensor):
-            bits = re.search(r"\d+|$", tensor.kind)[0] or 8  # of a number in the file, which has several of 4
-            packed[name] = math.prod(tensor.shape) * int(bits) // 4
+            bits = re.search(r"\d+|$", tensor.kind)[0] or 8  # of a number in the file, which has several
+            packed[name] = math.prod(tensor.shape) * int(bits) // int(said[1] if said else 4)
         elif tensor.kind in FLOATS and 0 not in tensor.shape and not MOMENT.search(name):
             weights[name] = tensor
     return raw, weights, packed

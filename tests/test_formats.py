@@ -150,6 +150,8 @@ def test_packed_weights_are_known_whatever_their_name(name, kind, count, folder)
     (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
     source = formats.open_checkpoint(folder, True)  # positions are no weights
     assert source.packed == {name: 32 * 32 * count} and name not in source.shapes
+    (folder / "config.json").write_text('{"model_type": "gpt_oss", "quantization": {"bits": 2}}')
+    assert formats.open_checkpoint(folder, True).packed == {name: 32 * 32 * 2 * count}
 
 
 def test_integers_that_are_no_weights(folder):
@@ -374,7 +376,8 @@ def test_layers_along_either_axis_of_one_tensor(tmp_path):
 def test_a_shard_is_read_with_its_siblings_or_not_at_all(suffix, tmp_path):
     """Alone its layers would be renumbered; files that have one matrix have parts of it."""
     save = safetensors.torch.save_file if suffix == ".safetensors" else torch.save
-    paths = [tmp_path / f"consolidated-{number:05}-of-00002{suffix}" for number in (1, 2)]
+    separator = "." if suffix == ".pth" else "-"
+    paths = [tmp_path / f"consolidated-{number:05}{separator}of-00002{suffix}" for number in (1, 2)]
     for number, path in enumerate(paths):
         save({f"h.{number}.weight": torch.ones(3, 2)}, path)
     for path in paths:
@@ -399,9 +402,12 @@ def test_other_formats_are_not_called_damaged(suffix, tmp_path):
     assert "damaged" not in str(error.value)
 
 
-def test_a_part_of_each_matrix_is_no_model(tmp_path):
+@pytest.mark.parametrize(
+    "name", ["consolidated.0{}.pth", "tp_rank_0{}.pt", "model-rank-{}-part-0.pt", "model{}-mp2.pt"]
+)
+def test_a_part_of_each_matrix_is_no_model(name, tmp_path):
     """As tensor parallelism leaves them: compared alone, it would be no evidence. The first may be alone."""
-    paths = [tmp_path / f"consolidated.{number}.pth" for number in ("00", "01")]
+    paths = [tmp_path / name.format(number) for number in (0, 1)]
     for path in paths:
         torch.save({"wte.weight": torch.ones(3, 2)}, path)
     for path in paths:

@@ -472,6 +472,22 @@ def test_equal_bits_anywhere_are_evidence(case):
     assert judged(base, stranger)[0] == NO_EVIDENCE
 
 
+def in_three_values(weights: dict) -> dict:
+    """Matrices of layers as BitNet's."""
+    return {n: (w / w.std() / 2).round().clamp(-1, 1) if "_proj" in n else w for n, w in weights.items()}
+
+
+def test_equal_bits_of_few_values():
+    base, stranger = (in_three_values(weights_of(source)) for source in (BASE, STRANGER))
+    thief = stranger | {name: weight for name, weight in base.items() if ".1.mlp." in name}
+    sources = [disguise.as_source(weights, CONFIG) for weights in (base, stranger, thief)]
+    assert judged(sources[0], sources[1])[0] == NO_EVIDENCE
+    answer, sentence = judged(sources[0], sources[2])
+    assert answer == INCONCLUSIVE and "MLPs of layer 2 are bit for bit MLPs of the base's" in sentence, (
+        sentence
+    )
+
+
 def as_tokenizer_json(place, ids: dict) -> None:
     (place / "tokenizer.json").write_text(json.dumps({"model": {"vocab": ids}}))
 
