@@ -502,8 +502,9 @@ def test_a_run_of_a_million_steps(tmp_path):
     row = {"step": 0, "loss": 2.5, "lr": 1e-3, "grad_norm": 1.0, "tokens_per_second": 1e4, "mfu": 0.3}
     run = Run(tmp_path)
     with run.log.open("w") as log:
+        rest = json.dumps(row).removeprefix('{"step": 0')
         for step in range(1, 1_000_001):
-            log.write(json.dumps(row | {"step": step}) + "\n")
+            log.write(f'{{"step": {step}{rest}\n')
             if step % 100 == 0:
                 log.write(json.dumps({"step": step, "val_loss": 2.6}) + "\n")
     begun = time.perf_counter()
@@ -522,28 +523,30 @@ MACHINE = """
 import os
 os.chdir("{place}/machine" + os.environ["RANK"])
 """
+DIFFER = {  # what more the config file says, and what is then told
+    "": "rank 0 has step 4, rank 1 0",
+    "data = 'set'\nout = 'new'\n": "rank 0 has data set ",
+    "model = ['backcopy', 'backcopi'][int(os.environ['RANK'])]\n": "rank 1: ",
+}
 
 
-@pytest.mark.parametrize(
-    "change, expected",
-    [
-        ("", "rank 0 has step 4, rank 1 0"),
-        ("data = 'set'\n", "rank 0 has data set "),
-        ("model = ['backcopy', 'backcopi'][int(os.environ['RANK'])]\n", "rank 1: "),
-    ],
-)
-def test_machines_that_differ_begin_nothing(tokens, stopped, tmp_path, change, expected):
+def test_machines_that_differ_begin_nothing(tokens, stopped, tmp_path):
     """Of two, one has a run; or each has its own data; or one meets a mistake before it meets the other."""
     for number in (0, 1):
         (tmp_path / f"machine{number}").mkdir()
         meta = Path(shutil.copytree(tokens, tmp_path / f"machine{number}" / "set")) / "meta.json"
         meta.write_text(meta.read_text().replace('"fingerprint": "', f'"fingerprint": "{number}'))
-    if not change:
-        shutil.copytree(stopped, tmp_path / "machine0" / "run")
-    config = config_file(small(tokens, Path("run"), resume=True), tmp_path)
-    config.write_text(config.read_text() + MACHINE.format(place=tmp_path) + change)
-    before = [kill_training.contents(tmp_path / "machine0")]
-    done = run_script("train.py", config, ranks=2)
-    assert done.returncode != 0 and done.stderr.count(f"train.py: {expected}") == 1, done.stderr
-    assert 'Traceback (most recent call last):\n  File "train.py' not in done.stderr
-    assert [kill_training.contents(tmp_path / "machine0")] == before
+    shutil.copytree(stopped, tmp_path / "machine0" / "run")
+    text = config_file(small(tokens, Path("run"), resume=True), tmp_path).read_text()
+    words = []
+    for number, change in enumerate(DIFFER):
+        config = tmp_path / f"{number}.py"
+        config.write_text(text + MACHINE.format(place=tmp_path) + change)
+        words += ["--", "train.py", config]
+    before = kill_training.contents(tmp_path / "machine0")
+    done = run_script("tests/ranks.py", *words)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    told = done.stderr.split("ended with [2, 2]")
+    for expected, lines in zip(DIFFER.values(), told[:-1], strict=True):
+        assert lines.count(f"train.py: {expected}") == lines.count("train.py: ") == 1, done.stderr
+    assert kill_training.contents(tmp_path / "machine0") == before
