@@ -40,6 +40,8 @@ EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtr
 PASSING = ("tokens_per_second", "mfu", "commit")  # which two equal runs need not have in common
 SMALL = {  # seven steps of a small model, with a checkpoint that is removed again
     "model": "backcopy",
+    "d_model": 64,
+    "d_ff": 96,
     "device": "cpu",
     "dtype": "float32",
     "compile": False,
