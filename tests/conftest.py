@@ -97,16 +97,13 @@ def quick_training():
         yield
 
 
-def run_script(*arguments, ranks: int = 1, env: dict | None = None) -> subprocess.CompletedProcess:
-    """`python probe.py ...` or `python -m sources.data ...` from the repository's root, or under torchrun.
+def run_script(*arguments, env: dict | None = None) -> subprocess.CompletedProcess:
+    """`python probe.py ...` or `python -m sources.data ...` from the repository's root.
 
     stdout and stderr are no terminals. What was started ends with it: ranks that wait for one another in vain
     give up after four minutes (a busy machine may take one to start them).
     """
-    launcher = []
-    if ranks > 1:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command = [sys.executable, *launcher, *map(str, arguments)]
+    command = [sys.executable, *map(str, arguments)]
     environment = {**os.environ, "BORNBIASED_PATIENCE": "240", **(env or {})}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)

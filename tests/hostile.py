@@ -27,7 +27,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from kill_training import SMALL, processes
+from kill_training import SMALL
+from ranks import processes
 
 import init
 from lib import runtime, settings

@@ -5,7 +5,6 @@ import hashlib
 import json
 import re
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
@@ -15,8 +14,8 @@ COMMIT = "c0ffee" + "0" * 34
 class Hub(ThreadingHTTPServer):
     """Repositories by name, {"ORG/NAME": {file: bytes}}, all of one commit.
 
-    `requests` has what was asked, `sent` the bytes of files that were sent. An answer comes after `delay`
-    seconds; if it `has_ranges`, parts of files are sent, too.
+    `requests` has what was asked, `sent` the bytes of files that were sent. If it `has_ranges`, parts of
+    files are sent, too.
     """
 
     daemon_threads = True
@@ -27,7 +26,6 @@ class Hub(ThreadingHTTPServer):
         self.gated = gated  # names of repositories
         self.requests = []
         self.sent = 0
-        self.delay = 0
         self.has_ranges = True
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -48,7 +46,6 @@ class Answer(BaseHTTPRequestHandler):
         """A repository's description, the tree of its files, or one of these."""
         path = urlsplit(self.path).path
         self.server.requests.append((self.command, path))
-        time.sleep(self.server.delay)
         parts = path.strip("/").split("/")
         if parts[:2] == ["api", "models"]:
             repo, route = "/".join(parts[2:4]), parts[4:]

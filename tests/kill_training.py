@@ -15,11 +15,9 @@ must come out the same. With a number this is done at one stage, by processes th
 
 import itertools
 import json
-import multiprocessing
 import os
 import random
 import signal
-import socket
 import sys
 import tempfile
 from dataclasses import replace
@@ -27,6 +25,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import ranks
 import torch
 import torch._dynamo  # which an optimizer imports: once here, not in every process
 
@@ -41,6 +40,8 @@ EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtr
 PASSING = ("tokens_per_second", "mfu", "commit")  # which two equal runs need not have in common
 SMALL = {  # seven steps of a small model, with a checkpoint that is removed again
     "model": "backcopy",
+    "d_model": 64,
+    "d_ff": 96,
     "device": "cpu",
     "dtype": "float32",
     "compile": False,
@@ -61,8 +62,6 @@ STAGES = [  # a run is told to stop when it calls this function for the second t
     (train, "generate"),
     (Run, "save"),
 ]
-# A process that was forked may compute only if its parent never did: the parent here only starts others.
-processes = multiprocessing.get_context("fork")
 
 
 def prepare(folder: Path) -> Path:
@@ -104,9 +103,7 @@ def train_until(moment, stage, counter, settings: train.Settings, rank, world_si
 
     torch.set_num_threads(1)
     if world_size > 1:  # as torchrun has it
-        numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": port}
-        os.environ |= {name: str(number) for name, number in numbers.items()}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_RUN_ID": "test"}
+        ranks.become(rank, world_size, port)
     settings = replace(settings, resume=Path(run, "settings.json").exists())
     runtime.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes a second
     sys.stdout = open(os.devnull, "w")
@@ -117,21 +114,20 @@ def train_until(moment, stage, counter, settings: train.Settings, rank, world_si
 
 def attempt(settings: train.Settings, world_size: int, moment=0, stage=None) -> tuple[int, int]:
     """Train in processes of their own: the exit status of one that fails, and how many moments were seen."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    counter = processes.Value("i", 0)
-    ranks = []
+    port = ranks.free_port()
+    counter = ranks.processes.Value("i", 0)
+    group = []
     for rank in range(world_size):
         arguments = (moment, stage, counter, settings, rank, world_size, port)
-        ranks.append(processes.Process(target=train_until, args=arguments))
-        ranks[-1].start()
-        os.setpgid(ranks[-1].pid, ranks[0].pid)  # a group of their own
-    ranks[0].join()
-    for process in ranks[1:]:
-        if ranks[0].exitcode:
+        group.append(ranks.processes.Process(target=train_until, args=arguments))
+        group[-1].start()
+        os.setpgid(group[-1].pid, group[0].pid)  # a group of their own
+    group[0].join()
+    for process in group[1:]:
+        if group[0].exitcode:
             process.kill()
         process.join()
-    return ranks[0].exitcode or ranks[-1].exitcode, counter.value
+    return group[0].exitcode or group[-1].exitcode, counter.value
 
 
 def contents(run: Path) -> dict[str, str | bytes]:

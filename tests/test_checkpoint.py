@@ -50,9 +50,10 @@ def test_what_is_ours_alone_is_loaded(config, tmp_path):
 def test_to_transformers_and_back(tmp_path, name):
     folder, model = saved(tmp_path / "ours", KINDS[name])
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
-    with torch.no_grad():
-        # Float32 rounding through three blocks; the logits are of order 1 to 10.
-        torch.testing.assert_close(model(TOKENS), theirs(TOKENS).logits, rtol=1e-4, atol=5e-5)
+    for tokens in (TOKENS, torch.randint(97, (2, 600))):  # of which attention is computed otherwise
+        with torch.no_grad():
+            # Float32 rounding through three blocks; the logits are of order 1 to 10.
+            torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=5e-5)
     assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
     theirs.to(torch.bfloat16).save_pretrained(tmp_path / "theirs", max_shard_size="10kB")
     back = checkpoint.load(str(tmp_path / "theirs"))

@@ -90,13 +90,8 @@ class Command:
         return os.system, (f"touch {self.proof}",)
 
 
-def cut(path: Path) -> None:
-    torch.save({"a": torch.ones(3000)}, path)
-    path.write_bytes(path.read_bytes()[:5000])
-
-
-def cut_safetensors(path: Path) -> None:
-    safetensors.torch.save_file({"a": torch.ones(3000)}, path)
+def cut(path: Path, save=torch.save) -> None:
+    save({"a": torch.ones(3000)}, path)
     path.write_bytes(path.read_bytes()[:5000])
 
 
@@ -106,7 +101,7 @@ HOSTILE = {
     "a pipe": os.mkfifo,
     "a bare pickle": lambda path: path.write_bytes(pickle.dumps(Command(path))),
     "cut": cut,
-    "cut safetensors": cut_safetensors,
+    "cut safetensors": lambda path: cut(path, safetensors.torch.save_file),
     "of torch before 1.6": lambda path: torch.save({}, path, _use_new_zipfile_serialization=False),
     "a web page": lambda path: path.write_text("<!doctype html><html>"),
 }

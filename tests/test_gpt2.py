@@ -14,7 +14,6 @@ from lib.files import read_json
 from sources import formats
 
 V = 257  # bytes, and <|endoftext|>
-TOKENS = torch.randint(V, (2, 60), generator=torch.Generator().manual_seed(1))
 SIZES = {"vocab_size": V, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
 ENDS = {"bos_token_id": 256, "eos_token_id": 256}
 

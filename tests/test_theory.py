@@ -10,22 +10,11 @@ import torch
 import torch.nn.functional as F
 from conftest import KINDS, normal, random_model
 from numpy.polynomial.polynomial import polyval
-from scipy.integrate import quad
-from scipy.stats import norm
 
 import init
 from measure import mean_field, theory
 from model import MLP, PRESETS, Attention, ModelConfig
 from sources.inputs import random_vectors
-
-
-def expectation(function) -> float:
-    """E f(z), z ~ N(0, 1), by scipy's adaptive quadrature; `function` takes and gives a tensor."""
-
-    def integrand(z: float) -> float:
-        return function(torch.tensor(z, dtype=torch.float64)).item() * norm.pdf(z)
-
-    return quad(integrand, -12, 12, points=[0.0], epsabs=1e-12)[0]
 
 
 @pytest.mark.parametrize("phi", [F.gelu, torch.tanh])
