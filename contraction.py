@@ -1,6 +1,6 @@
 """Why does a newborn prefer tokens? Because its states contract (BB section 4).
 
-    python contraction.py                        # all three: 11-16 minutes on one thread, as all times below
+    python contraction.py                        # all three: 11 to 16 minutes (all times: one thread)
     python contraction.py layers --seed 42       # Figures 2 and 7: which sublayer contracts, layer by layer
     torchrun --nproc-per-node 2 contraction.py predict --seed {0..99} --num-sequences 2000
 
@@ -70,7 +70,7 @@ class NewbornExperiment(Experiment):
     def newborns(self, scheme=None, **changes):
         """Yield (key, model, T) for each model and each length T; a row of results begins with the key.
 
-        `scheme` replaces --init, `changes` those fields of the ModelConfig. Where inputs are vectors,
+        `scheme` replaces --init; `changes` replaces fields of the ModelConfig. Where inputs are vectors,
         vocab_size=1 saves memory.
         """
         for spec in progress(self.specs, desc=self.name, unit=" models"):
@@ -83,7 +83,7 @@ class NewbornExperiment(Experiment):
     def finish(self, question, x, series, theories, measured=COSINES, columns=(), **options):
         """Save the rows, print `columns` of them (default: all), and draw them.
 
-        If `measured` names columns, rows that differ only in the seed become one, with their means.
+        Rows that differ only in the seed are averaged over the columns in `measured`, if any are named.
         """
         rows = mean_over_seeds(self.rows, measured, theories) if measured else self.rows
         result = self.save(rows, columns)

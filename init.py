@@ -12,9 +12,9 @@
 | norm gains; biases                    | 1; 0                    | 1; 0                             |
 | an explicit sink's key; its value     | N(0, 0.02^2); 0         | N(0, 0.02^2); 0                  |
 
-Scheme `centered` (ours) is `gpt2` and one more line, which cures GPT-2's preference: subtract the mean of
-each row of the MLP down projections. A mean that all neurons share then adds nothing to the stream
-(`contraction.py cure`); SwiGLU has no such mean. For your own scheme, add a name to `SCHEMES` and a line to
+Scheme `centered` (ours) is `gpt2`, and then the mean of each row of the MLP down projections is subtracted.
+This cures GPT-2's preference: a mean output that all neurons share then adds nothing to the stream
+(`contraction.py cure`). SwiGLU has no such mean. For your own scheme, add a name to `SCHEMES` and a line to
 `birth_value`.
 
 A draw depends on (seed, parameter name, shape) alone: each parameter has its own Philox generator of numpy,
@@ -38,7 +38,7 @@ STD = 0.02
 
 
 def draw_weight(seed, name, shape, std, count=None) -> Tensor:
-    """The initial weight `name`, N(0, std^2), float32 on the CPU, or only its first numbers, (count,)."""
+    """Draw the initial weight `name` from N(0, std^2), float32 on the CPU, or its first `count` numbers."""
     generator = keyed_generator(seed, name, *shape)
     size = count or tuple(shape)
     return torch.from_numpy(generator.standard_normal(size, dtype=np.float32)).mul_(std)
@@ -92,7 +92,7 @@ def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype
 
 
 def variant(model: Transformer, **changes) -> Transformer:
-    """A model that shares the weights and changes the configuration; new parameters stay on meta."""
+    """A model with the same weights and a changed configuration; new parameters stay on meta."""
     with torch.device("meta"):
         other = Transformer(replace(model.config, **changes))
     other.load_state_dict(model.state_dict(), strict=False, assign=True)

@@ -89,7 +89,7 @@ PRESETS = {
 
 
 class RMSNorm(nn.Module):
-    """x / RMS(x) * weight over the last axis (BB 2.1); the mean square is computed in float32 at least."""
+    """x / RMS(x) * weight over the last axis (BB 2.1); the mean square is computed in float32 or wider."""
 
     def __init__(self, width, eps):
         super().__init__()
@@ -263,7 +263,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The decoder: `model(tokens)` returns logits, `model.hidden(tokens)` the states that we measure.
 
-    sources/lens.py offers the same methods for other architectures, and says what one `lacks`.
+    sources/lens.py offers the same methods for other architectures; `lacks` names what cannot be seen there.
     """
 
     lacks = {}
@@ -352,7 +352,7 @@ class Transformer(nn.Module):
         return self.summed_loss(states.flatten(0, 1), targets.flatten())
 
     def summed_loss(self, states: Tensor, targets: Tensor) -> Tensor:
-        """F.cross_entropy, summed, of targets (n,) given final-norm states (n, d), in little memory."""
+        """Summed cross-entropy of targets (n,), given final-norm states (n, d), in little memory."""
         return kernels.summed_cross_entropy(states, self.head_weight, targets)
 
     @property

@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 2 probe.py                        # the same rows, from two processes
 
 The model reads random sequences, and predicts the token with the largest logit after the last position.
-There is a row for each model, seed and length; `preference` makes its columns.
+Each model, seed and length gives one row; `preference` computes its columns.
 """
 
 import math
@@ -75,7 +75,7 @@ def probe(settings: Settings):
 
 
 class Counts:
-    """How often each token, and each dimension, is the largest; and the cosines of states."""
+    """Counts of how often each token and each dimension is the largest, and cosines between states."""
 
     def __init__(self, config, device, with_layers=False):
         d = config.d_model
@@ -129,7 +129,7 @@ def count_predictions(model, T, num_sequences, input_seed=0, gaussian=False) -> 
 
 @torch.inference_mode()
 def preference(model, counts: Counts):
-    """The columns of a row that describe which tokens a model prefers, a dictionary."""
+    """A dictionary of columns that say which tokens a model prefers."""
     n = int(counts.tokens.sum())
     vocab_size = model.config.vocab_size
     top1_token = int(counts.tokens.argmax())  # of equal counts the lowest

@@ -6,9 +6,10 @@
     python seedprint.py paper BASE SUSPECT                 # SeedPrint, the paper's test
 
 `compare` and `matrix` read weights alone (`lineage/compare.py`); `lineage/table.py` has the rules for the
-verdict. A row says that `units_found` of `units` neurons (hidden units of an MLP) were matched, with a median
-correlation of `r`, and how far they moved (`distance`: 0 for a copy, 1 for an unrelated model). `body_z` and
-`embedding_z` say how well the coordinates of the weights agree, in standard deviations under permutation.
+verdict. A neuron is a hidden unit of an MLP. A row gives how many were matched (`units_found` of `units`),
+the median correlation of the matches (`r`), and how far they moved (`distance`: 0 for a copy, 1 for an
+unrelated model). `body_z` and `embedding_z` say how well the coordinates of the weights agree, in standard deviations
+under permutation.
 
 SeedPrint gives two models the same random inputs. Each dimension of the final states ranks the inputs;
 Kendall's tau says how well the two models' rankings agree, and two Gaussian matrices show what chance gives.
@@ -112,7 +113,7 @@ def open_model(name, settings: CompareSettings):
 
 
 def paper(settings: PaperSettings):
-    """Is each suspect related to the base by SeedPrint, the paper's test? (BB 6.1) Writes paper_test.json.
+    """Does SeedPrint, the paper's test, call each suspect related to the base? (BB 6.1)
 
     For each dimension that is large in both models, Kendall's tau says how similarly they rank the inputs.
     `paper_t_p` and `paper_u_p` are p-values of a t-test and a U-test against Gaussian matrices' taus.
@@ -216,7 +217,7 @@ def top_dimensions(rows):
 
 
 def kendall(a, b, chosen):
-    """Kendall's tau-b of a's and b's columns in `chosen`, (n, d) each; 0 for constant ones."""
+    """Kendall's tau-b between the `chosen` columns of a and of b, (n, d) each; 0 where one is constant."""
     from scipy import stats
 
     columns = zip(a.T[chosen].astype(np.float64), b.T[chosen].astype(np.float64))

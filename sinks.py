@@ -70,7 +70,7 @@ def sink_statistics(model: Transformer, tokens: torch.Tensor, others=()):
 def effects(model: Transformer, tokens: torch.Tensor, builder, before):
     """A row about a model's sink on tokens (n, T), and the largest |number| of the stream by layer.
 
-    The first `before` tokens precede the text: position 1 is the first of them, and losses are of the text.
+    The first `before` tokens precede the text. Position 1 is then the first of these; losses are of the text.
     """
     means = attention.Means(len(tokens))
     largest = defaultdict(float)  # by layer
@@ -115,13 +115,13 @@ class TransplantSettings(Settings):
     """The settings of `transplant`."""
 
     sequence_length: tuple[at_least(2), ...] = (64,)  # tokens in a sequence
-    num_sequences: at_least(2) = 32  # sequences of up to 64 tokens; of longer ones fewer, down to 4
+    num_sequences: at_least(2) = 32  # sequences; fewer, down to 4, if they are longer than 64 tokens
     num_constants: at_least(1) = 16  # sequences of docstrings whose first position gives the constants
     save: str | None = None  # new .safetensors file for the constants
 
 
 def measure_models(name, paper, settings: Settings, measure, *more):
-    """An experiment, and the lists of rows that `measure(settings, spec, model, *more)` returns, by name."""
+    """Call `measure(settings, spec, model, *more)` for each model; returns an experiment and lists of rows."""
     specs = specs_of(settings.model, settings.seed)
     check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(specs))
     texts = [text_of(settings, spec) for spec in specs]
@@ -206,7 +206,7 @@ def anatomy_rows(settings: Settings, spec, model):
 
 @dataclass
 class Case:
-    """A model, what it reads beside the text, and what is measured beside its `effects`."""
+    """A model, what it reads in addition to the text, and what is measured in addition to its `effects`."""
 
     kind: str
     model: Transformer

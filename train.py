@@ -10,8 +10,9 @@
 in `origins.MAY_CHANGE`. With a config file or other flags, it starts a run that is missing.
 
 Each epoch shuffles the training windows by the data seed, and each step takes the next ones, for any number
-of ranks and micro-batches. So a run needs no random state to resume, and on a CPU ends with the same bits as
-if never killed. On SIGTERM, SIGINT or SIGUSR1 it finishes its step or leaves its evaluation, saves, exits 0.
+of ranks and micro-batches. So a run needs no random state to resume: on a CPU it ends with the same bits as
+if it had never been killed. On SIGTERM, SIGINT or SIGUSR1 it finishes its step or leaves its evaluation,
+saves, and exits with status 0.
 """
 
 import math
@@ -71,7 +72,9 @@ class Settings(RunSettings):
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
     # steps to keep besides step 0 and the newest two; powers: 1, 2, 4, ...; all: all; last: none
     keep: Literal["powers", "all", "last"] = "powers"
-    dtype: Literal["float32", "bfloat16"] | None = None  # of products; None: bfloat16 on a GPU, else float32
+    dtype: Literal["float32", "bfloat16"] | None = (
+        None  # of matrix products; None: bfloat16 on a GPU, else float32
+    )
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model
     resume: bool = False  # continue from the newest whole checkpoint in --out
     out: str = "runs/default"  # run folder
