@@ -8,8 +8,8 @@
 `compare` and `matrix` read weights alone (`lineage/compare.py`); `lineage/table.py` has the rules for the
 verdict. A neuron is a hidden unit of an MLP. A row gives how many were matched (`units_found` of `units`),
 the median correlation of the matches (`r`), and how far they moved (`distance`: 0 for a copy, 1 for an
-unrelated model). `body_z` and `embedding_z` say how well the coordinates of the weights agree, in standard deviations
-under permutation.
+unrelated model). `body_z` and `embedding_z` say how well the coordinates of the weights agree, in standard
+deviations under permutation.
 
 SeedPrint gives two models the same random inputs. Each dimension of the final states ranks the inputs;
 Kendall's tau says how well the two models' rankings agree, and two Gaussian matrices show what chance gives.

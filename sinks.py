@@ -121,7 +121,7 @@ class TransplantSettings(Settings):
 
 
 def measure_models(name, paper, settings: Settings, measure, *more):
-    """Call `measure(settings, spec, model, *more)` for each model; returns an experiment and lists of rows."""
+    """Call `measure(settings, spec, model, *more)` for each model: an experiment, and its lists of rows."""
     specs = specs_of(settings.model, settings.seed)
     check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(specs))
     texts = [text_of(settings, spec) for spec in specs]
