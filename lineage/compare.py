@@ -61,7 +61,7 @@ def compare_models(base: Model, suspect: Model, settings: CompareSettings):
         if settings.thorough or not (is_enough or told.issuperset((pair.base, pair.suspect))):
             compare_units(pair, base, suspect, settings)
         elif not pair.is_told:
-            pair.lack = "hidden units were not looked for"
+            pair.lack = "neurons were not looked for"
         pair.verdict, pair.reason = judge_stacks(pair)
     return explain(base, suspect, pairs, *judge_models(pairs))
 
@@ -83,7 +83,7 @@ def compare_weights(pair, settings, is_thorough):
 
 
 def compare_units(pair, base, suspect, settings):
-    """Look for hidden units of layers without a ground; compare all rows where no units can tell."""
+    """Look for neurons of layers without a ground; compare all rows where no units can tell."""
     layers = [row.layer for row in pair.rows if not row.ground]
     if settings.thorough or len(layers) == len(pair.rows):
         layers = None

@@ -3,7 +3,7 @@
     python -m lineage.disguise runs/default --transforms rotate neurons signs --out disguised
 
 `rotate` turns the residual stream by a random orthogonal matrix, after every gain went into the matrices
-that read it; `neurons` shuffles each layer's hidden units and heads; `signs` flips the sign of half of the
+that read it; `neurons` shuffles each layer's neurons and heads; `signs` flips the sign of half of the
 units of gated MLPs (others stay as they are) and rescales them a little. The logits stay as they were, to
 rounding.
 """
@@ -108,7 +108,7 @@ def gain_before(weights, name):
 
 
 def neurons(weights, config, generator):
-    """Shuffle each layer's hidden units, its key-value heads, and the queries of each of them."""
+    """Shuffle each layer's neurons, its key-value heads, and the queries of each of them."""
     queries = config.num_heads // config.kv_heads  # of one key-value head
     within = torch.arange(config.head_size)
     for layer in range(config.num_layers):

@@ -1,4 +1,4 @@
-"""Whose hidden units are these? Matches the units of two models, by weights alone (ours).
+"""Whose neurons are these? Matches the units of two models, by weights alone (ours).
 
 How units are matched is in `measure/matching.py`, and what their views are in `lineage/views.py`. Models that
 learnt to predict the same words come to share units near the head: `lineage/table.py` weighs that.
@@ -102,13 +102,13 @@ def layers_to_read(base: Units, suspect: Units, limit, layers=None):
 
 
 def most_layers(base: Units, suspect: Units, settings):
-    """In how many layers, at most, are hidden units looked for? None: in all."""
+    """In how many layers, at most, are neurons looked for? None: in all."""
     is_large = any(units.width * len(units.mlps) > LARGE for units in (base, suspect))
     return DEEP if is_large and settings.layers is None else settings.layers
 
 
 def expect_units(base: Units, suspect: Units, settings, layers):
-    """Fetch what shows the hidden units of two models, where it is on the Hub: tables and MLPs."""
+    """Fetch what shows the neurons of two models, where it is on the Hub: tables and MLPs."""
     numbers = layers_to_read(base, suspect, most_layers(base, suspect, settings), layers)
     for units, places in zip((base, suspect), numbers):
         names = {name for place in places for name in units.mlps[place].matrices.values()}

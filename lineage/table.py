@@ -5,7 +5,7 @@ A row is a layer of the suspect, or an expert of one. Beside the rows of two sta
 
     bits         a layer of the base has the same matrices, or its MLP has, bit for bit
     beginnings   these begin alike; no more was read
-    hidden units chance does not explain how many are matched, and share and r are those of BASE_SHARE and
+    neurons chance does not explain how many are matched, and share and r are those of BASE_SHARE and
                  BASE_R, or the share is HALF in the middle of both models; once two layers are, a late one
                  needs no strength
     coordinates  its own, or those of all layers if all rows are read, agree as chance does not; and its
@@ -67,7 +67,7 @@ class Row:
     label: str  # for a reader: "layer 3, expert 5"
     ground: str = ""  # the first on which this layer is the base's; "" if none holds,
     base_layer: int = 0  # and the layer that it is
-    closest: int = 0  # the base's layer that has most of its hidden units,
+    closest: int = 0  # the base's layer that has most of its neurons,
     base_label: str = ""
     num_middle: int = 0  # of the two layers: in the middle of their stacks strangers share little
     found: int = 0  # units matched
@@ -86,7 +86,7 @@ class Row:
 
 @dataclass
 class Match:
-    """What two stacks have in common by their hidden units, in the likeliest way to read them."""
+    """What two stacks have in common by their neurons, in the likeliest way to read them."""
 
     rows: list = field(default_factory=list)  # of the suspect's MLPs that were looked for
     layer_map: dict = field(default_factory=dict)  # `share`, by MLPs of the `base` and of the `suspect`
@@ -108,7 +108,7 @@ class Pair:
     is_whole: bool = False  # were all rows compared, or few?
     bare: str = ""  # what models without layers have in their place
     rows: list = field(default_factory=list)
-    lack: str = ""  # why hidden units cannot tell; "" if they can
+    lack: str = ""  # why neurons cannot tell; "" if they can
     verdict: str = ""
     reason: str = ""  # which of the rules below gave the verdict
 
@@ -119,7 +119,7 @@ class Pair:
 
     @property
     def with_units(self):
-        """The rows whose hidden units are the base's."""
+        """The rows whose neurons are the base's."""
         return [row for row in self.rows if row.has_units_of_base]
 
     def agrees(self, kind):
@@ -138,7 +138,7 @@ def beyond_chance(row, searches):
 
 
 def mark_units(rows):
-    """Mark the rows whose hidden units are the base's."""
+    """Mark the rows whose neurons are the base's."""
     searches = sum(row.closest > 0 for row in rows)
     for row in rows:
         is_strong = row.share >= BASE_SHARE and row.r >= BASE_R
@@ -166,7 +166,7 @@ def fill(pair):
         elif row.label in pair.equal:
             row.ground, row.base_layer = f"{bits} of MLPs", pair.equal[row.label]
         elif row.has_units_of_base:
-            row.ground, row.base_layer = "hidden units", row.closest
+            row.ground, row.base_layer = "neurons", row.closest
         elif is_namesake:
             row.ground, row.base_layer = "coordinates", namesake
         if is_namesake and namesake == row.base_layer and not row.closest:
@@ -176,7 +176,7 @@ def fill(pair):
 
 
 def why_units_cannot_tell(pair, lack):
-    """Why hidden units cannot tell two stacks apart; "" if they can. `lack`: why no way could be compared."""
+    """Why neurons cannot tell two stacks apart; "" if they can. `lack`: why no way could be compared."""
     lacks = [lack] if lack else []
     for stack in (pair.base, pair.suspect):
         if stack.hides:
@@ -192,7 +192,7 @@ def why_units_cannot_tell(pair, lack):
     elif rows and num_tokens < FEWEST_TOKENS * width:
         lacks.append(f"they share {num_tokens:,} tokens, too few for a width of {width:,}")
     elif rows and max(row.units for row in rows) < FEWEST_UNITS:
-        lacks.append(f"no layer has {FEWEST_UNITS} hidden units that live in both models")
+        lacks.append(f"no layer has {FEWEST_UNITS} neurons that live in both models")
     elif rows and all(row.by_chance >= BASE_SHARE * row.units for row in rows):
         lacks.append("what units read and write is so alike that chance finds as many as a copy would have")
     return " and ".join(lacks)

@@ -169,7 +169,7 @@ def matched_phrase(pair):
         layers = layers_phrase(origins)
     elif len(rows) == len(pair.match.rows):
         layers = "every layer"
-    phrase = f"{least.found:,} of {least.units:,} hidden units of {layers} were matched"
+    phrase = f"{least.found:,} of {least.units:,} neurons of {layers} were matched"
     if any(row.share > least.share for row in rows):
         phrase = f"at least {phrase}"
     if any(row.units != least.units for row in rows):
@@ -199,7 +199,7 @@ def units_phrase(pair):
     if pair.lack:
         return pair.lack
     most = decisive_row(pair)
-    phrase = f"at most {most.found:,} of {most.units:,} hidden units of a layer were matched"
+    phrase = f"at most {most.found:,} of {most.units:,} neurons of a layer were matched"
     num_read, depth = len({row.layer for row in pair.match.rows}), len(pair.suspect.layers)
     if num_read < depth:
         phrase += f" ({num_read} of {depth} layers were read)"
@@ -219,7 +219,7 @@ def changes(pair):
     if rows and "embedding" in pair.coordinates and not pair.agrees("embedding") and not pair.agrees("body"):
         yield "its residual basis was changed"
     if sum(row.in_place for row in rows) < sum(row.found for row in rows) / 2:
-        yield "its hidden units stand in another order"
+        yield "its neurons stand in another order"
     far = mean_distance(pair)
     what = "what matched units read" if rows else "what was read of their matrices"
     if far == 0 and rows:

@@ -1,4 +1,4 @@
-"""What does a hidden unit read and write, as the tokens see it? (ours)
+"""What does a neuron read and write, as the tokens see it? (ours)
 
 A unit's gate, up and down weights each give a number for every token: what it reads of the embedding matrix,
 and what it writes to the head. These are its three *views*; MLPs without a gate have two. A centred table of
@@ -66,7 +66,7 @@ def hidden_units(stack):
 
 
 class Units:
-    """The hidden units of a stack's MLPs, as its tokens see them, by one Reading."""
+    """The neurons of a stack's MLPs, as its tokens see them, by one Reading."""
 
     def __init__(self, stack, reading=None, tables=None, directions=None):
         self.stack = stack

@@ -5,7 +5,7 @@
 
 A model of each type is built with random weights, and read through `sources/lens.py`. At 24 positions, beyond
 its window of 8, it is compared with itself as it is: each head's mean attention with its own eager weights,
-states with its `hidden_states`, and a hidden unit at zero with the model whose weights of that unit are zero.
+states with its `hidden_states`, and a neuron at zero with the model whose weights of that unit are zero.
 At 7 positions a constant that is position 1's own key and value has to receive what position 1 receives.
 """
 

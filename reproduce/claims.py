@@ -320,7 +320,7 @@ CLAIMS = [  # of each, what the paper says and its number; the result, its judge
         "qwen/persistence", right_answers),
     Claim("SO: variance", "the first layer's aggregated values vary most at position 1, then less", "",
         "smollm2/anatomy", decay, layer=1),
-    Claim("SO: super neurons", "few hidden units wake for the first token, writing to few dimensions", "",
+    Claim("SO: super neurons", "few neurons fire for the first token, writing to few dimensions", "",
         "smollm2/anatomy", ranges, "first", "others", "down_share", part="builders", apart="layer"),
     Claim("SO: dimension disparity", "where sinks are, the first state's max / mean surges", "> 200",
         "smollm2/anatomy", first_stands_out, "disparity"),

@@ -54,8 +54,8 @@ def robustness(settings: Settings):
             depth = (number + 0.5) / len(detail["layers"])
             if layer["share"] is not None:
                 points.append({"depth": depth, "matched": 100 * layer["share"], "kind": kind})
-    question = "Do two models share hidden units? Related ones at all depths, others near the output"
-    labels = {"xlabel": "depth (0: input, 1: output)", "ylabel": "% of a layer's hidden units matched"}
+    question = "Do two models share neurons? Related ones at all depths, others near the output"
+    labels = {"xlabel": "depth (0: input, 1: output)", "ylabel": "% of a layer's neurons matched"}
     path = experiment.folder / "robustness.png"
     more = {key: [detail[key] for detail in details] for key in ("layers", "layer_map")}
     files = [spec.folder for spec in specs if spec.folder and spec.folder.is_file()]
@@ -152,7 +152,7 @@ def rounded(source, bits):
 
 
 def narrowed(source, share):
-    """A share of a checkpoint's residual coordinates and of its hidden units, chosen at random; all heads."""
+    """A share of a checkpoint's residual coordinates and of its neurons, chosen at random; all heads."""
     old = source.config
     width, num_units = round(share * old.d_model), round(share * old.d_ff)
     generator = keyed_generator("narrowed", 0)

@@ -1,4 +1,4 @@
-"""What do the heads, the hidden units and the stream of a stranger's language model do?
+"""What do the heads, the neurons and the stream of a stranger's language model do?
 
 `transformers` runs the model by its own code. A Lens looks through three openings that do not depend on
 names, and gives measures what `model.Transformer` gives them:
@@ -6,7 +6,7 @@ names, and gives measures what `model.Transformer` gives them:
 - attention: a layer asks an AttentionInterface for the function that attends, and hands it its own.
   `Pass.attend` stands between: it calls the layer's own, so that windows, soft caps, biases and learned sinks
   stay as they are, for some queries at a time, and keeps the sums of the weights.
-- hidden units: what enters a layer's widest linear maps onto the stream, outside the parts that mix
+- neurons: what enters a layer's widest linear maps onto the stream, outside the parts that mix
   positions. Stacked experts ask an ExpertsInterface.
 - the stream: what enters the first block, and what each block returns.
 
@@ -14,7 +14,7 @@ sources/parts.py finds these in a model, and sources/check.py compares what is s
 before that, believe no number. Layers count from 1, as blocks are called. Where heads are seen, layers
 without attention are left out.
 
-Shapes: B sequences, T positions, d width, H heads, G key-value heads, D head size, F hidden units, E experts.
+Shapes: B sequences, T positions, d width, H heads, G key-value heads, D head size, F neurons, E experts.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ class Lens:
         self.normed_layers = []  # whose units do not write to the stream as they are
         self.attending = []  # layers
         self.attentions = set()  # modules that ask for the function that attends
-        self.banks = {}  # by layer: the sources.parts.Banks of its hidden units
+        self.banks = {}  # by layer: the sources.parts.Banks of its neurons
         self.unit_watchers = []
         self.outputs = {}  # by layer: the linear map that its heads enter
         self.config = shape_of(model.config)
@@ -155,13 +155,13 @@ class Lens:
             self.unit_watchers.remove(on_units)
 
     def ablated(self, on_units) -> "Lens":
-        """The same model, whose hidden units are always what `on_units` makes of them."""
+        """The same model, whose neurons are always what `on_units` makes of them."""
         other = copy.copy(self)
         other.unit_watchers = [on_units]
         return other
 
     def down(self, layer):
-        """The weights (d, F) of a layer's hidden units on the stream; None without such units."""
+        """The weights (d, F) of a layer's neurons on the stream; None without such units."""
         downs = [bank.down for bank in self.banks.get(layer, ())]
         downs = [down.flatten(0, 1).t() if down.ndim == 3 else down for down in downs]
         return torch.cat(downs, dim=1).detach() if downs else None

@@ -1,4 +1,4 @@
-"""Which parts of a model are its blocks, and which linear maps do hidden units and heads enter? (for a Lens)
+"""Which parts of a model are its blocks, and which linear maps do neurons and heads enter? (for a Lens)
 
 Nothing is known by its name: a pass over a few tokens is watched.
 """
@@ -18,7 +18,7 @@ MIXING = {"attention_mask", "past_key_values", "past_key_value", "layer_past", "
 
 
 class Bank(NamedTuple):
-    """Hidden units that enter one linear map onto the stream, or those of stacked experts."""
+    """Neurons that enter one linear map onto the stream, or those of stacked experts."""
 
     module: nn.Module
     first: int  # number of the first of them in the layer

@@ -98,7 +98,7 @@ def test_a_shuffled_mlp_with_gains_is_found(name, tmp_path):
         elif shape[-1] == 128 and not key.endswith(("q_norm.weight", "k_norm.weight")):
             weight = weight[..., order]
         if "down_proj" in key or ".w2." in key:
-            weight = weight.flip(1)  # the hidden units the other way round
+            weight = weight.flip(1)  # the neurons the other way round
         elif "gate_up_proj" in key:
             weight = torch.cat([half.flip(0) for half in weight.chunk(2)])
         elif "gate_proj" in key or "up_proj" in key or ".w1." in key or ".w3." in key:

@@ -83,7 +83,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_no_matrix_of_all_pairs_of_positions_is_made():
-    T = 2048  # the largest tensors are the MLPs' hidden units
+    T = 2048  # the largest tensors are the MLPs' neurons
     model = random_model(replace(KINDS["llama"], context_length=T))
     with Largest() as largest:
         attention.attention_to(model, torch.zeros(1, T, dtype=torch.long))

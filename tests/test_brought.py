@@ -27,7 +27,7 @@ HONEST = {"guilty": [SAME_BIRTH, INCONCLUSIVE], "innocent": [NO_EVIDENCE, INCONC
 
 
 def reordered(weights: dict, count: int) -> dict:
-    """Hidden units in the reverse order, each in its own expert of `count`."""
+    """Neurons in the reverse order, each in its own expert of `count`."""
     others = dict(weights)
     for name, weight in weights.items():
         if ".mlp." in name:

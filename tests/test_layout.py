@@ -349,7 +349,7 @@ def test_a_plain_mlp_beside_experts():
     base = with_experts(weights_of(BASE), 1)
     assert len(layout.find_stacks(as_source(base, CONFIG))[0].mlps) == 3 * (1 + 3)
     answer, sentence = judged(base, with_noise(base))
-    assert answer == SAME_BIRTH and "hidden units of every layer were matched" in sentence, sentence
+    assert answer == SAME_BIRTH and "neurons of every layer were matched" in sentence, sentence
     assert judged(base, with_experts(weights_of(STRANGER), 2))[0] == NO_EVIDENCE
     suspect = with_experts(weights_of(STRANGER), 2)
     for part in ("input", "output"):  # an expert of the base under another number
@@ -428,7 +428,7 @@ def test_a_projection_beside_the_table_hides_nothing(name):
         changed(weights_of(s), names) | {name: drawn(3, 64, 24)} | positions for s in (BASE, CHILD, STRANGER)
     )
     answer, sentence = judged(base, child)
-    assert answer == SAME_BIRTH and "hidden units of every layer were matched" in sentence, sentence
+    assert answer == SAME_BIRTH and "neurons of every layer were matched" in sentence, sentence
     assert judged(base, stranger)[0] == NO_EVIDENCE
 
 

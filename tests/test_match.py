@@ -43,7 +43,7 @@ def save_perturbed(folder: Path, config: ModelConfig) -> formats.CheckpointReade
 
 
 def units_of(source) -> Units:
-    """The hidden units of a checkpoint."""
+    """The neurons of a checkpoint."""
     return Units(find_stacks(source)[0])
 
 

@@ -83,7 +83,7 @@ def test_values_of_a_newborn_follow_the_theory():
 
 
 def observe(model: Transformer, tokens: torch.Tensor, on_heads=None):
-    """The stream (L + 1, n, T, d), the input first, and the hidden units (L, n, T, d_ff)."""
+    """The stream (L + 1, n, T, d), the input first, and the neurons (L, n, T, d_ff)."""
     states, units = [], []
     handles = []
     for block in model.model.layers:

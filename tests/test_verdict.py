@@ -73,7 +73,7 @@ LATE = {18: 70, 20: 100, 22: 160, 24: 370}  # what unrelated language models sha
 TAIL = {layer: 18 + layer for layer in range(1, 6)}  # layers of a model cut to its end
 NOISED = dict.fromkeys(TAIL, 300)
 MATCHES = {  # what was matched: the verdict, and what its sentence says
-    "all, strongly": (dict(counts=ALL, r=0.95), SAME_BIRTH, "1,000 of 1,000 hidden units of every layer"),
+    "all, strongly": (dict(counts=ALL, r=0.95), SAME_BIRTH, "1,000 of 1,000 neurons of every layer"),
     "all, weakly": (dict(counts=ALL, r=0.1), SAME_BIRTH, "every layer were matched, weakly (r = 0.10)"),
     "two in the middle": (dict(counts={9: 600, 10: 600}), SAME_BIRTH, "of 2 of 24 layers"),
     "two late ones, strongly": (dict(counts={23: 300, 24: 300}, r=0.6), SAME_BIRTH, "of 2 of 24 layers"),
@@ -87,7 +87,7 @@ MATCHES = {  # what was matched: the verdict, and what its sentence says
     "all late, weakly": (dict(counts={23: 900, 24: 900}), INCONCLUSIVE, "were matched (90% of layer"),
     "a noised tail": (dict(counts=NOISED, depth=7, base_layers=TAIL), INCONCLUSIVE, "30% of"),
     "the first, weakly": (dict(counts={1: 80}), NO_EVIDENCE, "(8% of layer 1, r = 0.20), as of unrelated"),
-    "nothing": (dict(counts={}), NO_EVIDENCE, "at most 1 of 1,000 hidden units of a layer were matched"),
+    "nothing": (dict(counts={}), NO_EVIDENCE, "at most 1 of 1,000 neurons of a layer were matched"),
     "few units": (dict(counts={9: 7}, units=32), NO_EVIDENCE, "at most 7 of 32"),  # chance has 22 % of them
 }
 
@@ -138,7 +138,7 @@ def test_layers_count_once_whatever_shows_them():
 def test_units_of_layers_of_several_widths():
     pair = judged_pair(ALL, r=0.95)
     pair.rows[3] = replace(pair.rows[3], found=256, units=512)
-    assert "at least 256 of 512 hidden units of every layer were matched" in sentence_of(pair, "")
+    assert "at least 256 of 512 neurons of every layer were matched" in sentence_of(pair, "")
 
 
 def test_chance_is_poisson_over_all_counts():
@@ -289,7 +289,7 @@ FOUND = {  # what was done to the base, and to a hidden child or a stranger
 }
 UNKNOWN = {  # what was done to both, and what the sentence says is missing
     "views alike": (alike, "chance finds as many as a copy would"),
-    "dead units": (dead, "no layer has 16 hidden units that live"),
+    "dead units": (dead, "no layer has 16 neurons that live"),
     "many decoys": (with_many_decoys, "no one embedding matrix found in B"),
     "MLPs called attention": ({"mlp.": "self_attn."}, "no MLPs found in A"),
     "MLPs in factors": (factored, "no MLPs found in A"),
@@ -314,7 +314,7 @@ def test_children_are_found_and_strangers_are_not(case, tmp_path):
         assert answer == PART_IN_COMMON and sentence.startswith("its `a` (3 layers) is the base's"), sentence
         assert "no evidence (its `model` (3 layers)" in sentence
     else:
-        assert answer == SAME_BIRTH and "hidden units of every layer were matched" in sentence, sentence
+        assert answer == SAME_BIRTH and "neurons of every layer were matched" in sentence, sentence
     if case == "few tokens":  # enough to find a child, but not to say that there is none
         assert stranger[0] == INCONCLUSIVE and "share 100 tokens" in stranger[1]
     else:
@@ -402,7 +402,7 @@ def test_what_people_bring(case, tmp_path, capsys):
         weights = changed(weights_of(source), of_suspect)
         answer, sentence = judged(base, folder_with(tmp_path / name, weights, raw))
         assert answer == (NO_EVIDENCE if name == "stranger" else SAME_BIRTH), (name, sentence)
-        assert ("hidden units of every layer" in sentence) == (name != "stranger"), sentence
+        assert ("neurons of every layer" in sentence) == (name != "stranger"), sentence
     warned = capsys.readouterr().err
     assert ("it is read by its weights alone" in warned) == (raw is not RAW)
 
@@ -633,7 +633,7 @@ def test_what_was_done_is_told():
     ways = ((), ("neurons",), ("rotate",))
     same, shuffled, rotated = (judged(BASE, disguise.disguised(BASE, way))[1] for way in ways)
     assert same.endswith("the base's embedding matrix")
-    assert "its hidden units stand in another order" in shuffled and "basis" not in same + shuffled
+    assert "its neurons stand in another order" in shuffled and "basis" not in same + shuffled
     assert "its residual basis was changed" in rotated and "order" not in same + rotated
     # two random tables of 130 tokens in 64 dimensions share half of each dimension by chance
     few = replace(CONFIG, vocab_size=130)

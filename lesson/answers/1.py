@@ -6,7 +6,7 @@ from model import ACTIVATIONS, PRESETS
 
 
 def activation(z):
-    """What hidden units make of their pre-activations: a tensor like z, each number by itself."""
+    """What neurons make of their pre-activations: a tensor like z, each number by itself."""
     raise NotImplementedError
 
 

@@ -2,7 +2,7 @@
 
 
 def stand_in(model, silent, tokens):
-    """One vector (576,) that does the work of two silent hidden units, whatever the text.
+    """One vector (576,) that does the work of two silent neurons, whatever the text.
 
     `model` is SmolLM2; `silent` is the same, but units 1229 and 1487 of layer 12 write nothing. `tokens`
     (20, 64) are windows of text. The check adds the vector to what layer 12 writes in `silent`, at

@@ -8,7 +8,7 @@ from model import ACTIVATIONS, PRESETS
 
 
 def activation(z):
-    """What hidden units make of their pre-activations: a tensor like z, each number by itself."""
+    """What neurons make of their pre-activations: a tensor like z, each number by itself."""
     return torch.sin(z)  # odd, sin(-z) = -sin(z): its mean is 0 for any symmetric input
 
 
