@@ -350,7 +350,7 @@ def match_mlps(way: Way, base_number, number, views, null, units):
 
 
 def distance(rows_a, rows_b):
-    """How far apart are matched units' weights, (n, d) and (n, e) each? From 0, equal, to 1, unrelated.
+    """How far apart are matched neurons' weights, (n, d) and (n, e) each? From 0, equal, to 1, unrelated.
 
     One minus the correlation of their numbers, in whatever basis: the cosines between units of one model are
     compared with those of the other, and these agree as much as the correlation's square. None for few units.

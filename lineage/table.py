@@ -75,7 +75,7 @@ class Row:
     r: float | None = None  # the median strength of those matched, or the least correlation of its matrices
     by_chance: int = 0  # matched where one model's tokens are permuted: this pair's own null
     in_place: int = 0  # of those matched: they stand where they stood
-    distance: float | None = None  # of what matched units read, or of its matrices: 0 of a copy
+    distance: float | None = None  # of what matched neurons read, or of its matrices: 0 of a copy
     is_beyond_chance: bool = False  # the count
     has_units_of_base: bool = False
 
@@ -130,7 +130,7 @@ class Pair:
 def beyond_chance(row, searches):
     """Does chance not explain a count, the best of `searches` layers of both?
 
-    Unrelated models have a Poisson number of matched units, for each of three pairs of views. Its mean is
+    Unrelated models have a Poisson number of matched neurons, for each of three pairs of views. Its mean is
     below 1, or is what this pair's own null has, if that is larger: ties may make it so.
     """
     log_p = np.log(max(1e-300, gammainc(row.found, max(1, row.by_chance))))

@@ -221,7 +221,7 @@ def changes(pair):
     if sum(row.in_place for row in rows) < sum(row.found for row in rows) / 2:
         yield "its neurons stand in another order"
     far = mean_distance(pair)
-    what = "what matched units read" if rows else "what was read of their matrices"
+    what = "what matched neurons read" if rows else "what was read of their matrices"
     if far == 0 and rows:
         yield f"{what} is the base's, up to rounding"
     elif far:

@@ -582,7 +582,7 @@ def test_gains_of_other_names(before, between, tmp_path):
             weights[name] = random_rows(1)[0].abs() + len(name) * torch.arange(64) / 640
     base = folder_with(tmp_path / "a", weights)
     answer, sentence = judged(base, folder_with(tmp_path / "b", changed(weights, names)))
-    assert answer == SAME_BIRTH and "matched units read is the base's, up to rounding" in sentence, sentence
+    assert answer == SAME_BIRTH and "matched neurons read is the base's, up to rounding" in sentence, sentence
 
 
 @pytest.mark.parametrize("case", ["biases", "no gains", "a score in place of the head"])
