@@ -1,5 +1,6 @@
 # Sinks on text, on one core in a quarter of an hour: a LLaMA of 0.8M parameters in its blocks, with what
-# favours sinks: wide heads, BOS first in every sequence, strong weight decay (Gu et al. 2024; docs/sinks.md).
+# favours sinks: wide heads, BOS first in every sequence, strong weight decay (Gu et al. 2024;
+# docs/sinks_in_training.md).
 out = "runs/text_sink"
 model = "text_sink"
 source = ("packages",)
