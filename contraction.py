@@ -83,7 +83,7 @@ class NewbornExperiment(Experiment):
     def finish(self, question, x, series, theories, measured=COSINES, columns=(), **options):
         """Save the rows, print `columns` of them (default: all), and draw them.
 
-        Rows that differ only in the seed are averaged over the columns in `measured`, if any are named.
+        If `measured` names columns, these are averaged over rows that differ only in the seed.
         """
         rows = mean_over_seeds(self.rows, measured, theories) if measured else self.rows
         result = self.save(rows, columns)
@@ -124,7 +124,7 @@ def sublayers_apart(settings, model, T):
 
 @torch.inference_mode()
 def predict(settings: LengthSettings):
-    """Is the direction's token the favourite? Do weights predict it? (BB Finding 2.2, ours; 3-7 minutes)"""
+    """Is the mean direction's token the top-1? Do weights predict it? (BB Finding 2.2, ours; 3-7 minutes)"""
     experiment = NewbornExperiment.begin("predict", "BB Finding 2.2, and ours", settings)
     points = []
     for key, model, T in experiment.newborns():
@@ -150,7 +150,7 @@ def predict(settings: LengthSettings):
 
 @torch.inference_mode()
 def cure(settings: LengthSettings):
-    """Does removing the mean that all neurons share cure a newborn? (ours; 3 to 4 minutes)"""
+    """Is a newborn cured by removing the mean that all neurons share? (ours; 3 to 4 minutes)"""
     experiment = NewbornExperiment.begin("cure", "ours", settings)
     for scheme in dict.fromkeys(("gpt2", settings.init)):
         for key, model, T in experiment.newborns(scheme):

@@ -12,12 +12,12 @@
 | norm gains; biases                    | 1; 0                    | 1; 0                             |
 | an explicit sink's key; its value     | N(0, 0.02^2); 0         | N(0, 0.02^2); 0                  |
 
-Scheme `centered` (ours) is `gpt2`, and then the mean of each row of the MLP down projections is subtracted.
+Scheme `centered` (ours) draws as `gpt2` does, then subtracts each row's mean from the MLP down projections.
 This cures GPT-2's preference: a mean output that all neurons share then adds nothing to the stream
 (`contraction.py cure`). SwiGLU has no such mean. For your own scheme, add a name to `SCHEMES` and a line to
 `birth_value`.
 
-A draw depends on (seed, parameter name, shape) alone: each parameter has its own Philox generator of numpy,
+A draw depends on (seed, parameter name, shape) alone: each parameter has a numpy Philox generator of its own,
 and is drawn on the CPU in float32, then scaled, moved and cast. So, with the pinned numpy, a seed gives the
 same bits on any device and for any number of processes and threads.
 """
@@ -38,7 +38,7 @@ STD = 0.02
 
 
 def draw_weight(seed, name, shape, std, count=None) -> Tensor:
-    """Draw the initial weight `name` from N(0, std^2), float32 on the CPU, or its first `count` numbers."""
+    """Draw the initial weight `name`, or its first `count` numbers, from N(0, std^2): float32, on the CPU."""
     generator = keyed_generator(seed, name, *shape)
     size = count or tuple(shape)
     return torch.from_numpy(generator.standard_normal(size, dtype=np.float32)).mul_(std)
@@ -54,8 +54,8 @@ def residual_std(config: ModelConfig, scheme):
 def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, scheme="gpt2") -> Tensor:
     """The initial value of the parameter `name`, float32 on the CPU; ValueError for an unknown scheme.
 
-    Embedding and head use `embedding_seed`, or `seed` if it is None. Models that share it differ in their
-    blocks alone (BB B.2).
+    Embedding and head use `embedding_seed`, or `seed` if it is None. Models with the same embedding seed
+    differ only in their blocks (BB B.2).
     """
     if scheme not in SCHEMES:
         raise ValueError(f"init scheme must be one of {', '.join(SCHEMES)}, not {scheme!r}")
@@ -74,7 +74,7 @@ def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, sch
 
 
 def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype=torch.float32):
-    """An untrained model of a preset's name or a ModelConfig, in eval mode; its blocks are in `dtype`."""
+    """An untrained model, from a preset's name or a ModelConfig, in eval mode; its blocks are in `dtype`."""
     config = PRESETS[model] if isinstance(model, str) else model
     with torch.device("meta"):
         built = Transformer(config)

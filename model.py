@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lib import kernels
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
-GATED = {"swiglu"}  # MLPs with a gate_proj, which takes the activation
+GATED = {"swiglu"}  # MLPs with a gate_proj, to whose output the activation is applied
 FIRST_POSITIONS = 2048  # RoPE is precomputed for this many positions: the longest context of the presets
 CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
@@ -125,7 +125,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal softmax(q k^T / sqrt(Dh)) v, (B, H, T, Dh), of q (B, H, T, Dh), k and v (B, G, T, Dh).
 
     q may be the last position alone. If there is one more key than queries, key 0 is a learned sink that all
-    see.
+    queries see.
     """
     if 1 < q.shape[2] < k.shape[2]:
         q = torch.cat((q[:, :, :1], q), dim=2)  # is_causal aligns query 0 with key 0
@@ -189,7 +189,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope, last_only=False, on_heads=None) -> Tensor:
         T = x.shape[1]
         Dh = self.config.head_size
-        first = T - 1 if last_only else 0  # the first query; there are Q = 1 or T
+        first = T - 1 if last_only else 0  # the first query's index; there are Q queries, 1 or T
         q = self.q_proj(x[:, first:]).unflatten(2, (-1, Dh))  # (B, Q, H, Dh)
         k = self.k_proj(x).unflatten(2, (-1, Dh))  # (B, T, G, Dh)
         v = self.v_proj(x).unflatten(2, (-1, Dh)).transpose(1, 2)  # (B, G, T, Dh)
@@ -276,7 +276,7 @@ class Transformer(nn.Module):
         V = config.vocab_size
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = NORMS[config.norm](d, eps=config.norm_epsilon)
-        table = torch.full((V, d), torch.nan)  # nn.Embedding would draw, and import torch._dynamo
+        table = torch.full((V, d), torch.nan)  # nn.Embedding would draw weights, and import torch._dynamo
         embedding = nn.Embedding.from_pretrained(table, freeze=False)
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         # A tied head has no parameter of its own, so it stays tied when a model is moved or loaded.
@@ -285,7 +285,7 @@ class Transformer(nn.Module):
 
     def precompute_rope(self, T=FIRST_POSITIONS) -> None:
         """Precompute RoPE for min(T, context) positions; call once when the weights are in place."""
-        with torch.inference_mode(False):  # a later backward pass may use them
+        with torch.inference_mode(False):  # since a later backward pass may use cos_sin
             position = torch.arange(min(T, self.config.context_length))
             angle = torch.outer(position, rope_frequencies(self.config))[:, None]  # (T, 1, Dh/2), radians
             self.cos_sin = torch.stack((angle.cos(), angle.sin())).to(self.model.norm.weight.device)
@@ -308,7 +308,8 @@ class Transformer(nn.Module):
         """Final-norm states (B, T, d), float32, of tokens (B, T) or of embeddings (B, T, d).
 
         `last_only`: return the last position's state alone, (B, d); the last block computes no other.
-        `on_state(layer, x)`: called with the stream (B, T, d) before the first block, as 0, and after each.
+        `on_state(layer, x)`: called with the stream (B, T, d) before the first block (as layer 0) and after
+        each block.
         `on_heads(layer, heads, q, k, v, alpha)`: called with the calibrated outputs of heads (B, H, T, Dh),
         rotated q and k, and `mean_attention` as a function of positions. A returned tensor replaces heads.
         With `last_only`, heads and q of the last block have T = 1. ValueError beyond the context.
@@ -382,7 +383,7 @@ class Transformer(nn.Module):
 
     @contextlib.contextmanager
     def hidden_units(self, on_units):
-        """A context in which `on_units(layer, units, 0)` sees, and may replace, neurons (B, T, d_ff)."""
+        """While open, `on_units(layer, units, 0)` sees, and may replace, neurons (B, T, d_ff) from 0 on."""
 
         def hook(layer, module, inputs):
             return on_units(layer, *inputs, 0)

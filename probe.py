@@ -27,7 +27,7 @@ from sources.tokenizers import load_tokenizer
 
 NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # the default on each device
 SEQUENCE_LENGTH = {"cpu": 64, "cuda": 1024}  # the default on each device
-TOP = 20  # Figure 1a shows this number of most frequent tokens
+TOP = 20  # how many of the most frequent tokens Figure 1a shows
 SHOWN = ("model", "seed", "sequence_length", "num_sequences", "top1_token", "top1_count", "uniform_max_count")
 SHOWN += ("ratio", "log10_p", "direction_token", "mean_cosine", "top1_text")  # columns that are printed
 
@@ -75,7 +75,7 @@ def probe(settings: Settings):
 
 
 class Counts:
-    """Counts of how often each token and each dimension is the largest, and cosines between states."""
+    """How often each token is predicted and each dimension is the largest, and cosines between states."""
 
     def __init__(self, config, device, with_layers=False):
         d = config.d_model
@@ -83,7 +83,7 @@ class Counts:
         self.tokens = torch.zeros(config.vocab_size, dtype=torch.int64, device=device)  # (V,)
         self.dimensions = torch.zeros(d, dtype=torch.int64, device=device)
         self.cosines = CosineStatistics(d, device)  # of final states
-        self.layers = [CosineStatistics(d, device) for _ in range(num_states)]  # of the stream, after each
+        self.layers = [CosineStatistics(d, device) for _ in range(num_states)]  # of the stream; 0: the input
 
     def update(self, model, inputs) -> None:
         """Count the last positions of n sequences: tokens (n, T) or vectors (n, T, d)."""
@@ -110,7 +110,8 @@ class Counts:
 def count_predictions(model, T, num_sequences, input_seed=0, gaussian=False) -> Counts:
     """Counts of what a model predicts after random sequences of T tokens; torchrun's ranks share the work.
 
-    With `gaussian`, Gaussian vectors replace the embedded tokens, and every layer has cosines (BB 4.1).
+    With `gaussian`, Gaussian vectors replace the embedded tokens, and cosines are also taken at every layer
+    (BB 4.1).
     """
     device = model.device
     counts = Counts(model.config, device, with_layers=gaussian)
@@ -132,7 +133,7 @@ def preference(model, counts: Counts):
     """A dictionary of columns that say which tokens a model prefers."""
     n = int(counts.tokens.sum())
     vocab_size = model.config.vocab_size
-    top1_token = int(counts.tokens.argmax())  # of equal counts the lowest
+    top1_token = int(counts.tokens.argmax())  # if counts are equal, the lowest token
     top1_count = int(counts.tokens.max())
     uniform_max_count = uniform_counts(n, vocab_size, TOP)[0]
     uniform_max_dimension = uniform_counts(n, model.config.d_model, TOP)[0]
@@ -148,12 +149,12 @@ def preference(model, counts: Counts):
         "direction_token": direction_token,  # what the mean direction of the final states predicts
         "direction_matches": direction_token == top1_token,
         **counts.cosines.summary(),  # mean_cosine and std_cosine
-        "dimension_ratio": int(counts.dimensions.max()) / uniform_max_dimension,  # BB Figure 10, as `ratio`
+        "dimension_ratio": int(counts.dimensions.max()) / uniform_max_dimension,  # BB Figure 10, like `ratio`
     }
 
 
-# `run_script` makes a flag of each setting, and help of its comment. A file X.py before the flags sets them,
-# too. A misspelt flag, and any UserError, end the script with status 2 and a message.
+# `run_script` turns each setting into a flag, and its comment into the flag's help. A file X.py before the
+# flags can set them, too. A misspelt flag or any UserError ends the script with status 2 and a message.
 COMMANDS = {"": Command(probe, Settings())}
 
 if __name__ == "__main__":

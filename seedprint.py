@@ -8,8 +8,8 @@
 `compare` and `matrix` read weights alone (`lineage/compare.py`); `lineage/table.py` has the rules for the
 verdict. A neuron is a hidden unit of an MLP. A row gives how many were matched (`units_found` of `units`),
 the median correlation of the matches (`r`), and how far they moved (`distance`: 0 for a copy, 1 for an
-unrelated model). `body_z` and `embedding_z` say how well the coordinates of the weights agree, in standard
-deviations under permutation.
+unrelated model). `body_z` and `embedding_z` are z-scores: how much better the weights' coordinates agree than
+if permuted.
 
 SeedPrint gives two models the same random inputs. Each dimension of the final states ranks the inputs;
 Kendall's tau says how well the two models' rankings agree, and two Gaussian matrices show what chance gives.
@@ -58,7 +58,7 @@ class PaperSettings(RunSettings):
 def compare(settings: CompareSettings):
     """Does each suspect share its initialization with the base? Takes 20 s for a pair of 135M parameters.
 
-    A suspect that cannot be read is `not read`; the others are compared, and the exit status is 2.
+    A suspect that cannot be read gets the verdict `not read`; the others are compared; the exit status is 2.
     """
     base_name, *names = check_several(settings.models)
     base = open_model(base_name, settings)
@@ -106,7 +106,7 @@ def check_several(names):
 
 
 def open_model(name, settings: CompareSettings):
-    """The Model of a name, of any architecture; UserError if it cannot be read."""
+    """The Model that a name stands for, of any architecture; UserError if it cannot be read."""
     source = parse_spec(name, settings.init, in_parts=True).open(any_architecture=True)
     source.expect((name, part) for name, shape in source.shapes.items() for part in parts_looked_at(shape))
     return read_model(name, source)
@@ -167,11 +167,11 @@ def last_outputs(model, vocab_size, settings: PaperSettings):
 def paper_test(a, b):
     """The paper's test of two models' final states on the same inputs, (n, d) of float32 each.
 
-    An identity dimension is in the half with the largest means in both models; there are `paper_k`. One-sided
+    The `paper_k` identity dimensions are those in the half with the largest means in both models. One-sided
     t- and U-tests compare their taus with those of NULLS Gaussian pairs; the p-values are averaged.
     `closed_form_z` is the mean tau, divided by the standard error that k independent dimensions would have.
     """
-    from scipy import stats  # which takes a second that `compare` need not
+    from scipy import stats  # takes a second to import, so not for `compare`
 
     taus = identity_taus(np.asarray(a), np.asarray(b))
     n, d = a.shape
@@ -211,7 +211,7 @@ def identity_taus(a, b):
 
 
 def top_dimensions(rows):
-    """The half of the dimensions of (n, d) with the largest mean."""
+    """The half of the d dimensions with the largest means over rows (n, d)."""
     mean = rows.mean(axis=0, dtype=np.float64)
     return np.argsort(-mean, kind="stable")[: rows.shape[1] // 2]
 

@@ -6,9 +6,9 @@
 
 Positions count from 1. A head's alpha_k is its attention to position k, averaged over the queries i >= k. A
 head is a *sink head* of a sequence if its alpha_1 is above 0.3. The *sink rate* is the mean share of sink
-heads; `other_sink_rate` is that of heads with an alpha_k above 0.3 for a k from 2 to T/2. A *neuron* is a
-hidden unit of an MLP, named LAYER/UNIT: layers count from 1, units from 0. *Builders* are the neurons that
-write a massive activation at position 1 (SO: super neurons); *removers* erase it.
+heads; `other_sink_rate` is the same for heads whose alpha_k exceeds 0.3 for some k from 2 to T/2. A *neuron*
+is a hidden unit of an MLP, named LAYER/UNIT: layers count from 1, units from 0. *Builders* are the neurons
+that write a massive activation at position 1 (SO: super neurons); *removers* erase it.
 
 A model with a tokenizer reads docstrings of Python's standard library, or --text; others read random tokens.
 `low` and `high` bound Student's 95 % interval over sequences. More experiments: reproduce/interventions.py.
@@ -42,7 +42,7 @@ def sink_share(alpha: torch.Tensor) -> torch.Tensor:
 
 
 def sink_statistics(model: Transformer, tokens: torch.Tensor, others=()):
-    """A row about the sink on position 1 of tokens (n, T), or on any of `others`, and alpha_1 (n, L, H)."""
+    """For tokens (n, T): a row about sinks on position 1 and on any of `others`, and alpha_1 (n, L, H)."""
     alphas, norms, values = [], [], []
 
     def on_state(layer, x):
@@ -70,7 +70,8 @@ def sink_statistics(model: Transformer, tokens: torch.Tensor, others=()):
 def effects(model: Transformer, tokens: torch.Tensor, builder, before):
     """A row about a model's sink on tokens (n, T), and the largest |number| of the stream by layer.
 
-    The first `before` tokens precede the text. Position 1 is then the first of these; losses are of the text.
+    The first `before` tokens precede the text. If there are any, position 1 is the first of them, but losses
+    are still those of the text alone.
     """
     means = attention.Means(len(tokens))
     largest = defaultdict(float)  # by layer
@@ -107,7 +108,7 @@ class Settings(TextSettings):
 class RateSettings(Settings):
     """The settings of `rate`."""
 
-    sequence_length: tuple[at_least(2), ...] | None = None  # tokens in a sequence; None: 32 to 512, as fit
+    sequence_length: tuple[at_least(2), ...] | None = None  # tokens in a sequence; None: 32 to 512 that fit
 
 
 @dataclass
@@ -178,7 +179,7 @@ def sink_rates(settings: RateSettings, spec, model):
 
 
 def anatomy(settings: Settings):
-    """What singles position 1 out? SO's chain by layer, and the neurons that build it (half a minute)"""
+    """What singles position 1 out? SO's chain by layer, and the neurons behind it (half a minute)"""
     experiment, lists = measure_models("anatomy", "SO", settings, anatomy_rows)
     for row in [row for row in lists["layers"] if row["builders"]]:
         print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
@@ -229,12 +230,12 @@ class Case:
         return torch.cat([attention.attention_to(self.model, part, (self.place,))[..., 0] for part in parts])
 
     def measure(self, text, builder, lists, T):
-        """Add rows about a text, (n, T), or (n, T - 1) without its BOS, to the lists."""
+        """Add to the lists rows about a text: (n, T), or (n, T - 1) if it has lost its BOS."""
         key = {"kind": self.kind, "sequence_length": T}
         reading, before = self.reading(text), len(self.prefix)
         with self.model.hidden_units(zero_units(self.at_zero)):
             row, largest = effects(self.model, reading, builder, before)
-            if self.token is not None:  # losses are not of the text
+            if self.token is not None:  # the reading is not the text, so its losses are not either
                 alpha = self.alpha(text)
                 row |= dict.fromkeys(("loss", "loss_first", "loss_from_ninth"))
                 row |= {"position": self.place, "alpha_k": alpha.mean().item()}
@@ -297,7 +298,7 @@ def transplant(settings: TransplantSettings, cases_of=transplant_cases):
 @torch.inference_mode()
 def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_cases):
     """Rows for each length and case, also by layer; `chain`, `first_tokens` and `heads` for some cases."""
-    check_lengths(settings.sequence_length, spec.config.context_length - 1)  # and a token in front
+    check_lengths(settings.sequence_length, spec.config.context_length - 1)  # 1 less, for a token in front
     bos = bos_of(settings, spec)
     if bos is not None and min(settings.sequence_length) <= ELSEWHERE:
         raise UserError(f"--sequence-length: expected {ELSEWHERE + 1} at least, with BOS")
@@ -328,7 +329,7 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
 
 
 def split_windows(settings: TransplantSettings, spec, T):
-    """Windows to measure, (n, T), and others for the constants, (c, T), of docstrings or random tokens."""
+    """Windows to measure, (n, T), and others, of docstrings or random tokens, for the constants, (c, T)."""
     n = min(settings.num_sequences, max(4, 64 * settings.num_sequences // T))
     c = settings.num_constants
     text = spec.tokenizer_file and "docstrings"

@@ -7,12 +7,12 @@
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
 --resume continues from the newest whole checkpoint with the run's own settings; flags may change only those
-in `origins.MAY_CHANGE`. With a config file or other flags, it starts a run that is missing.
+in `origins.MAY_CHANGE`. If the run does not exist yet, --resume with a config file or other flags starts it.
 
-Each epoch shuffles the training windows by the data seed, and each step takes the next ones, for any number
-of ranks and micro-batches. So a run needs no random state to resume: on a CPU it ends with the same bits as
-if it had never been killed. On SIGTERM, SIGINT or SIGUSR1 it finishes its step or leaves its evaluation,
-saves, and exits with status 0.
+Each epoch shuffles the training windows by the data seed, and each step takes the next ones, however many
+ranks and micro-batches there are. So a run needs no random state to resume: on a CPU it ends with the same
+bits as if it had never been killed. On SIGTERM, SIGINT or SIGUSR1 it finishes its step or abandons its
+evaluation, saves, and exits with status 0.
 """
 
 import math
@@ -34,7 +34,7 @@ from sources import data, origins
 from sources.runs import Run, is_power_of_two
 from sources.sampling import SampleSettings, generate, sample
 
-SINK_WINDOWS = 100  # that --track-sinks reads (Gu et al.: 100)
+SINK_WINDOWS = 100  # how many --track-sinks reads (Gu et al.: 100)
 
 
 @dataclass
@@ -106,7 +106,7 @@ class Training:
         self.device = device
         self.dtype = dtype
         model, self.step = origins.load_model(settings, run, origin, tokens)
-        model.precompute_rope(max(settings.sequence_length, FIRST_POSITIONS))  # compiled code cannot
+        model.precompute_rope(max(settings.sequence_length, FIRST_POSITIONS))  # compiled code cannot do it
         self.raw_model = model.to(device).train()
         self.optimizer = make_optimizer(model, settings)
         run.restore(self.optimizer, model, self.step)
@@ -114,20 +114,20 @@ class Training:
         self.step_tokens = settings.global_batch_size * settings.sequence_length
 
     def go_on(self) -> None:
-        """Train to --max-iters or a signal. A step that is to be saved and evaluated is saved first."""
+        """Train until --max-iters or a signal. A step due for both is saved before it is evaluated."""
         settings, run = self.settings, self.run
         if self.step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {run.folder} is at step {self.step} already")
         if runtime.world_size() > 1:
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-            self.model.broadcast_buffers = False  # equal on all ranks; torch warns of the keyword
+            self.model.broadcast_buffers = False  # they are equal on all ranks; torch warns about the keyword
         run.begin(settings, self.step, self.tokens)
         if not run.has_begun():
             self.save()
         flops = training_flops(self.raw_model, settings.sequence_length)  # per token
         peak = runtime.matmul_peak(self.device, self.dtype) / flops  # tokens/s
         with runtime.listening_for_signals() as signals:
-            stopped = self.evaluate_if_due(signals)  # the newborn, or a step that was saved only
+            stopped = self.evaluate_if_due(signals)  # the newborn, or a step saved but not evaluated
             while self.step < settings.max_iters and not stopped:
                 row, stopped = self.update(signals)
                 row["mfu"] = row["tokens_per_second"] / peak
@@ -162,7 +162,7 @@ class Training:
             # Average gradients over ranks in the last backward pass only (DDP reads this attribute).
             self.model.require_backward_grad_sync = part == parts[-1]
             part_loss = loss_sum(self.model, *windows, self.device, self.dtype) / self.step_tokens
-            (part_loss * runtime.world_size()).backward()  # a sum over ranks: DDP averages
+            (part_loss * runtime.world_size()).backward()  # makes DDP's average a sum
             loss += part_loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), settings.grad_clip)
         # Ranks sum losses and signals, so all stop together. This is the only wait for the device in a step.
@@ -252,7 +252,7 @@ def loss_sum(model, inputs, targets, device, dtype):
 
 @torch.no_grad()
 def evaluate(model, inputs, targets, batch_size, device, dtype, signals=()):
-    """Mean loss of windows (n, T), in nats/token, shared by ranks; None if a rank got a signal."""
+    """Mean loss of windows (n, T), in nats/token; ranks share the work; None if a rank got a signal."""
     sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses, and of signals
     for part in micro_batches(len(inputs), batch_size):
         if not signals:
@@ -274,9 +274,9 @@ def make_optimizer(model, settings: Settings):
 
 
 def training_flops(model, T):
-    """FLOPs per token of a training step: six per weight of a matrix product, and causal attention's."""
+    """FLOPs per token of a training step: six per matrix-product weight, plus those of causal attention."""
     config = model.config
-    weights = config.vocab_size * config.d_model  # the head's; an embedding look-up has none
+    weights = config.vocab_size * config.d_model  # the head's; an embedding look-up costs no FLOPs
     weights += sum(parameter.numel() for parameter in model.model.layers.parameters() if parameter.ndim > 1)
     attention = config.num_layers * config.num_heads * config.head_size * (T + 1)
     return 6 * (weights + attention)
