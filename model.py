@@ -361,11 +361,6 @@ class Transformer(nn.Module):
         return self.model.layers
 
     @property
-    def linears(self):
-        """All nn.Linear of the blocks."""
-        return [module for module in self.blocks.modules() if isinstance(module, nn.Linear)]
-
-    @property
     def device(self):
         return self.head_weight.device
 

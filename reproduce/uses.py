@@ -19,6 +19,7 @@ from measure.attention import batches, check_seen, constants_at, with_constants
 from measure.units import alpha_and_loss
 from sinks import Settings, measure_models, split_windows
 from sources.inputs import bos_of
+from sources.parts import is_linear
 
 BIN = 32  # predictions in a point of `streaming`'s figure
 
@@ -53,7 +54,7 @@ def roundings(settings: UseSettings, spec, model):
 
     Where a text begins with BOS, the constants are BOS's, and the text is read without BOS as well.
     """
-    if not model.linears:
+    if not linears_of(model):
         raise UserError(f"{spec.label}: the inputs of stacked experts are not rounded")
     tokens, others = split_windows(settings, spec, settings.sequence_length)
     num_bos = 0 if bos_of(settings, spec) is None else 1
@@ -78,6 +79,14 @@ def roundings(settings: UseSettings, spec, model):
     return {"rows": rows}
 
 
+def linears_of(model):
+    """The linear maps of a model's blocks; none if some weights are of another kind, as stacked experts."""
+    modules = [module for block in model.blocks for module in block.modules()]
+    if any(weight.ndim > 2 for block in model.blocks for weight in block.parameters()):
+        return []
+    return [module for module in modules if is_linear(module)]
+
+
 @contextlib.contextmanager
 def rounded_inputs(model, scale, T):
     """A context in which the blocks' projections read inputs rounded to 8 bits: -127 to 127 times a step.
@@ -91,7 +100,7 @@ def rounded_inputs(model, scale, T):
         return rounded(x.reshape(-1, T, x.shape[-1]), dims).view(x.shape)
 
     with contextlib.ExitStack() as stack:
-        for module in model.linears:
+        for module in linears_of(model):
             stack.enter_context(module.register_forward_pre_hook(hook))
         yield
 
@@ -102,7 +111,7 @@ def rounded_weights(model, scale):
 
     With `token` each output of a matrix has its own step; with `tensor` the matrix shares one.
     """
-    usual = {module: module.weight.data for module in model.linears}
+    usual = {module: module.weight.data for module in linears_of(model)}
     try:
         for module, weight in usual.items():
             inputs = 1 if isinstance(module, nn.Linear) else 0  # a Conv1D's matrix is (in, out)
@@ -127,7 +136,7 @@ def largest_numbers(model, tokens):
         inputs.append(given[0].abs().amax())
 
     with contextlib.ExitStack() as stack:
-        for module in model.linears:
+        for module in linears_of(model):
             stack.enter_context(module.register_forward_pre_hook(note))
         for part in batches(tokens):
             model.hidden(part, on_state=lambda layer, x: states.append(x.abs().amax()))

@@ -84,14 +84,6 @@ class Lens:
             find_units(self, tokens)
 
     @property
-    def linears(self):
-        """The linear maps of the blocks; none if some are of another kind, as stacked experts."""
-        modules = [module for block in self.blocks for module in block.modules()]
-        if any(weight.ndim > 2 for block in self.blocks for weight in block.parameters()):
-            return []
-        return [module for module in modules if is_linear(module)]
-
-    @property
     def device(self):
         return next(self.model.parameters()).device
 
