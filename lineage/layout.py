@@ -537,5 +537,5 @@ def is_varied(weight: Tensor):
     """
     numbers = weight.flatten()
     pieces = numbers[: len(numbers) // PIECE * PIECE].view(-1, PIECE)
-    pieces = pieces[:: 1 + len(numbers) // (BATCH + 1)].float().numpy().view(f"V{4 * PIECE}")
-    return len({*pieces.flatten().tolist()}) > max(VARIED, len(pieces) / 2)
+    pieces = pieces[:: 1 + len(numbers) // (BATCH + 1)].float().numpy()
+    return len({piece.tobytes() for piece in pieces}) > max(VARIED, len(pieces) / 2)

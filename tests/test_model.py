@@ -104,7 +104,7 @@ def test_what_nobody_filled_is_nan():
     """Off the meta device linear layers and LayerNorms draw numbers of torch's; the embedding does not."""
     for name in ("gpt2", "llama"):
         model = Transformer(KINDS[name])
-        with pytest.raises(RuntimeError, match="not precomputed"):
+        with pytest.raises(RuntimeError, match="precompute_rope"):
             model.hidden(TOKENS)
         model.precompute_rope()
         assert model.hidden(TOKENS).isnan().all()
