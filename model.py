@@ -164,7 +164,7 @@ def mean_attention(q: Tensor, k: Tensor, sink_key: Tensor | None, positions) -> 
         values[:, :, part[there] - first, there] = 1
         weights = causal_attention(q, keys, values)[..., : len(part)]  # (B, H, T, K)
         sums.append(weights.sum(2, dtype=torch.float32))
-    queries = k.shape[2] + 1 - positions.clamp(min=1)  # (K,) that see it; all see position 0
+    queries = k.shape[2] + 1 - positions.clamp(min=1)  # (K,): how many see it; all see position 0
     return torch.cat(sums, dim=2) / queries
 
 
@@ -378,7 +378,7 @@ class Transformer(nn.Module):
 
     @contextlib.contextmanager
     def hidden_units(self, on_units):
-        """While open, `on_units(layer, units, 0)` sees, and may replace, neurons (B, T, d_ff) from 0 on."""
+        """While open, `on_units(layer, units, 0)` may see and replace neurons 0, 1, ... (B, T, d_ff)."""
 
         def hook(layer, module, inputs):
             return on_units(layer, *inputs, 0)

@@ -167,7 +167,7 @@ def last_outputs(model, vocab_size, settings: PaperSettings):
 def paper_test(a, b):
     """The paper's test of two models' final states on the same inputs, (n, d) of float32 each.
 
-    The `paper_k` identity dimensions are those in the half with the largest means in both models. One-sided
+    The identity dimensions (`paper_k` of them) have means in the upper half in both models. One-sided
     t- and U-tests compare their taus with those of NULLS Gaussian pairs; the p-values are averaged.
     `closed_form_z` is the mean tau, divided by the standard error that k independent dimensions would have.
     """

@@ -122,7 +122,7 @@ class TransplantSettings(Settings):
 
 
 def measure_models(name, paper, settings: Settings, measure, *more):
-    """Call `measure(settings, spec, model, *more)` for each model: an experiment, and its lists of rows."""
+    """Call `measure(settings, spec, model, *more)` for each model; returns an experiment, lists of rows."""
     specs = specs_of(settings.model, settings.seed)
     check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(specs))
     texts = [text_of(settings, spec) for spec in specs]
@@ -196,7 +196,7 @@ def anatomy_rows(settings: Settings, spec, model):
     """A row for each layer and position, one for each layer, and one for each builder and remover."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens, with_chain=True)
-    units = activity.builders(activity.layer, 10) + activity.removers(5)[::-1]  # the strongest one is last
+    units = activity.builders(activity.layer, 10) + activity.removers(5)[::-1]  # strongest remover last
     lists = {"rows": activity.chain.by_position(), "layers": activity.layer_rows()}
     lists["builders"] = activity.describe(units)
     bos = bos_of(settings, spec)
@@ -213,7 +213,7 @@ class Case:
     model: Transformer
     at_zero: list = field(default_factory=list)  # ablated neurons, (layer, unit) each
     prefix: list = field(default_factory=list)  # tokens in front of the text
-    place: int = 1  # position whose attention is measured; 0 is a constant
+    place: int = 1  # position to which attention is measured; 0 is a constant
     token: int | None = None  # replaces the text's own token at that place
     has_chain: bool = False  # measure SO's chain, and which first tokens make the builder fire
 
@@ -230,12 +230,12 @@ class Case:
         return torch.cat([attention.attention_to(self.model, part, (self.place,))[..., 0] for part in parts])
 
     def measure(self, text, builder, lists, T):
-        """Add to the lists rows about a text: (n, T), or (n, T - 1) if it has lost its BOS."""
+        """Add rows about a text to the lists; the text is (n, T), or (n, T - 1) if it has lost its BOS."""
         key = {"kind": self.kind, "sequence_length": T}
         reading, before = self.reading(text), len(self.prefix)
         with self.model.hidden_units(zero_units(self.at_zero)):
             row, largest = effects(self.model, reading, builder, before)
-            if self.token is not None:  # the reading is not the text, so its losses are not either
+            if self.token is not None:  # a token was replaced, so the losses are not the text's
                 alpha = self.alpha(text)
                 row |= dict.fromkeys(("loss", "loss_first", "loss_from_ninth"))
                 row |= {"position": self.place, "alpha_k": alpha.mean().item()}
@@ -329,7 +329,7 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
 
 
 def split_windows(settings: TransplantSettings, spec, T):
-    """Windows to measure, (n, T), and others, of docstrings or random tokens, for the constants, (c, T)."""
+    """Windows (n, T) to measure, and others (c, T), of docstrings or random tokens, for the constants."""
     n = min(settings.num_sequences, max(4, 64 * settings.num_sequences // T))
     c = settings.num_constants
     text = spec.tokenizer_file and "docstrings"

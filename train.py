@@ -114,7 +114,7 @@ class Training:
         self.step_tokens = settings.global_batch_size * settings.sequence_length
 
     def go_on(self) -> None:
-        """Train until --max-iters or a signal. A step due for both is saved before it is evaluated."""
+        """Train until --max-iters or a signal. A step due to be saved and evaluated is saved first."""
         settings, run = self.settings, self.run
         if self.step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {run.folder} is at step {self.step} already")
