@@ -102,16 +102,14 @@ def errors_of(lens):
     if len(weights) == lens.config.num_layers:
         weights = [weights[layer - 1] for layer in lens.attending]
     seen = torch.arange(LONG, 0, -1)  # queries that see a position
-    errors = {"heads": max(largest(alpha - some.sum(2) / seen) for alpha, some in zip(alphas, weights))}
+    heads = [(alpha - some.sum(2) / seen).abs().max().item() for alpha, some in zip(alphas, weights)]
+    errors = {"heads": max(heads)}
     if "states" not in lens.lacks and len(truth.hidden_states) == len(streams):
-        errors["states"] = max(largest(x - y) for x, y in zip(streams[1:-1], truth.hidden_states[1:-1]))
+        states = zip(streams[1:-1], truth.hidden_states[1:-1])
+        errors["states"] = max([(x - y).abs().max().item() for x, y in states])
     if "units" not in lens.lacks:
         errors["units"] = max(unit_error(lens, tokens, layer) for layer in lens.banks)
     return errors
-
-
-def largest(x):
-    return x.abs().max().item()
 
 
 def unit_error(lens, tokens, layer):
@@ -136,7 +134,7 @@ def unit_error(lens, tokens, layer):
     expected = lens.model(input_ids=tokens, use_cache=False).logits
     for column, before in changed:
         column.copy_(before)
-    return largest(ablated - expected)
+    return (ablated - expected).abs().max().item()
 
 
 @dataclass

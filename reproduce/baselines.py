@@ -40,9 +40,8 @@ def intrinsic(a, b):
         profiles = []
         for model in (a, b):
             layers = range(model.config.num_layers)
-            profiles.append(
-                [layer_weight(model, layer, f"self_attn.{kind}").std().item() for layer in layers]
-            )
+            weights = [layer_weight(model, layer, f"self_attn.{kind}") for layer in layers]
+            profiles.append([weight.std().item() for weight in weights])
         correlations.append(np.corrcoef(*profiles)[0, 1])
     return np.mean(correlations)
 

@@ -216,16 +216,16 @@ def born(run):
 def links_of(model, tokens, sink, builders):
     """A number for each of LINKS in a step's model, and for the builders at other positions."""
     activity = observe(model, tokens, with_chain=True)
-    layer = sink["layer"]
-    layers, units = np.array(builders).T  # layers from 1
+    at_1 = [activity.at_1[layer][unit] for layer, unit in builders]
+    elsewhere = [activity.elsewhere[layer][unit] for layer, unit in builders]
     sink_layers, heads = np.array(sink["heads"]).T
     alignments = [activity.chain.links(one)["key_alignment"][1:] for one in np.unique(sink_layers)]
     found, alpha = sinks.sink_statistics(model, tokens)  # alpha (n, L, H)
     return {
-        "builders": stacked(activity.at_1)[layers - 1, units].abs().mean().item(),
-        "builders_elsewhere": stacked(activity.elsewhere)[layers - 1, units].mean().item(),
-        "dimension": activity.state[layer, sink["dimension"]].abs().item(),
-        "disparity": activity.disparity[layer].item(),
+        "builders": torch.stack(at_1).abs().mean().item(),
+        "builders_elsewhere": torch.stack(elsewhere).mean().item(),
+        "dimension": activity.state[sink["layer"], sink["dimension"]].abs().item(),
+        "disparity": activity.disparity[sink["layer"]].item(),
         "norm_ratio": found["norm_ratio"],
         "value_ratio": found["value_ratio"],
         "key_alignment": torch.stack(alignments).mean().item(),
@@ -237,9 +237,9 @@ def links_of(model, tokens, sink, builders):
 def specials(newborn, tokens, sink, builders):
     """Each builder's percentiles in its layer at initialization; `p` of their mean against random neurons."""
     activity = observe(newborn, tokens)
-    down = [newborn.down(layer)[sink["dimension"]].abs() for layer in activity.at_1]
-    weights = torch.stack(down)  # (L, d_ff)
-    activations = stacked(activity.at_1).abs() - stacked(activity.elsewhere)
+    weights = torch.stack([newborn.down(layer)[sink["dimension"]].abs() for layer in activity.at_1])
+    rises = [at_1.abs() - activity.elsewhere[layer] for layer, at_1 in activity.at_1.items()]
+    activations = torch.stack(rises)  # (L, d_ff)
     below = rankdata([activations, weights], "min", axis=2) - 1  # neurons of the layer below it
     activation, weight = 100 * (below / (weights.shape[1] - 1))  # (L, d_ff) each
     both = activation + weight
@@ -254,10 +254,6 @@ def specials(newborn, tokens, sink, builders):
         row = {"layer": layer, "unit": unit, "percentile_activation": activation[layer - 1, unit]}
         rows.append(row | {"percentile_weight": weight[layer - 1, unit], "p": p})
     return rows
-
-
-def stacked(by_layer):
-    return torch.stack(list(by_layer.values()))
 
 
 def birth(settings: NotedSettings):

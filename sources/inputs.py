@@ -148,10 +148,9 @@ def encode(text, tokenizer):
         documents, most = pieces((text,)), SOURCE_CHARACTERS
     content = ""
     for piece, begins in documents:
-        is_full = len(content) >= most
         if begins and content:
             content += "\n\n"
-        if is_full:
+        if len(content) >= most:
             break
         content += piece
     coder = load_tokenizer(tokenizer)
