@@ -79,7 +79,6 @@ def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype
     with torch.device("meta"):
         built = Transformer(config)
     built = built.cast_blocks(dtype).to_empty(device=device).eval()
-    built.precompute_rope()
 
     def fill(named_parameter) -> None:
         name, parameter = named_parameter
@@ -96,5 +95,4 @@ def variant(model: Transformer, **changes) -> Transformer:
     with torch.device("meta"):
         other = Transformer(replace(model.config, **changes))
     other.load_state_dict(model.state_dict(), strict=False, assign=True)
-    other.precompute_rope()
     return other.eval()

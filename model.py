@@ -24,7 +24,6 @@ from lib import kernels
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
 GATED = {"swiglu"}  # MLPs with a gate_proj, to whose output the activation is applied
-FIRST_POSITIONS = 2048  # RoPE is precomputed for this many positions: the longest context of the presets
 CHOICES = {
     "norm": ("rmsnorm", "layernorm"),
     "mlp": ACTIVATIONS,
@@ -113,6 +112,13 @@ def rope_frequencies(config: ModelConfig) -> Tensor:
     return config.rope_theta**exponent
 
 
+def rope(config: ModelConfig, x: Tensor):
+    """RoPE's cosines and sines of the positions of x (B, T, d), (T, 1, Dh/2) each, in x's dtype."""
+    position = torch.arange(x.shape[1], device=x.device)
+    angle = torch.outer(position, rope_frequencies(config).to(x.device))[:, None]
+    return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
     if x.device.type == "cpu":
@@ -186,14 +192,14 @@ class Attention(nn.Module):
             self.sink_key = nn.Parameter(torch.full((config.kv_heads * Dh,), torch.nan))
             self.sink_value = nn.Parameter(torch.full((config.kv_heads * Dh,), torch.nan))
 
-    def forward(self, x: Tensor, rope, last_only=False, on_heads=None) -> Tensor:
+    def forward(self, x: Tensor, cos_sin, last_only=False, on_heads=None) -> Tensor:
         T = x.shape[1]
         Dh = self.config.head_size
         first = T - 1 if last_only else 0  # the first query's index; there are Q queries, 1 or T
         q = self.q_proj(x[:, first:]).unflatten(2, (-1, Dh))  # (B, Q, H, Dh)
         k = self.k_proj(x).unflatten(2, (-1, Dh))  # (B, T, G, Dh)
         v = self.v_proj(x).unflatten(2, (-1, Dh)).transpose(1, 2)  # (B, G, T, Dh)
-        cos, sin = rope  # (T, 1, Dh/2) each
+        cos, sin = cos_sin  # (T, 1, Dh/2) each
         q = rotate(q, cos[first:], sin[first:]).transpose(1, 2)  # (B, H, Q, Dh)
         k = rotate(k, cos, sin).transpose(1, 2)  # (B, G, T, Dh)
         heads = causal_attention(q, with_sink(self.sink_key, k), with_sink(self.sink_value, v))
@@ -251,10 +257,10 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm() if has_mlp else None
         self.mlp = MLP(config) if has_mlp else None
 
-    def forward(self, x: Tensor, rope=None, last_only=False, on_heads=None) -> Tensor:
+    def forward(self, x: Tensor, cos_sin=None, last_only=False, on_heads=None) -> Tensor:
         stream = x[:, -1:] if last_only else x
         if self.self_attn is not None:
-            stream = stream + self.self_attn(self.input_layernorm(x), rope, last_only, on_heads)
+            stream = stream + self.self_attn(self.input_layernorm(x), cos_sin, last_only, on_heads)
         if self.mlp is not None:
             stream = stream + self.mlp(self.post_attention_layernorm(stream))
         return stream
@@ -263,7 +269,7 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The decoder: `model(tokens)` returns logits, `model.hidden(tokens)` the states that we measure.
 
-    sources/lens.py offers the same methods for other architectures; `lacks` names what cannot be seen there.
+    strangers/lens.py offers these methods for other architectures; `lacks` names what cannot be seen there.
     """
 
     lacks = {}
@@ -281,23 +287,6 @@ class Transformer(nn.Module):
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         # A tied head has no parameter of its own, so it stays tied when a model is moved or loaded.
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
-        self.register_buffer("cos_sin", None, persistent=False)  # (2, T, 1, Dh/2) float32
-
-    def precompute_rope(self, T=FIRST_POSITIONS) -> None:
-        """Precompute RoPE for min(T, context) positions; call once when the weights are in place."""
-        with torch.inference_mode(False):  # since a later backward pass may use cos_sin
-            position = torch.arange(min(T, self.config.context_length))
-            angle = torch.outer(position, rope_frequencies(self.config))[:, None]  # (T, 1, Dh/2), radians
-            self.cos_sin = torch.stack((angle.cos(), angle.sin())).to(self.model.norm.weight.device)
-
-    def rope(self, x: Tensor):
-        """RoPE's cosines and sines for x (B, T, d): (T, 1, Dh/2) each, in x's dtype."""
-        T = x.shape[1]
-        if self.cos_sin is None:
-            raise RuntimeError("call precompute_rope() when the weights are in place")
-        if T > self.cos_sin.shape[1]:
-            self.precompute_rope(T)
-        return self.cos_sin.narrow_copy(1, 0, T).to(x.dtype).unbind()  # a copy, not a view
 
     def cast_blocks(self, dtype) -> "Transformer":
         """Cast the blocks to `dtype`; embedding, final norm, head and logits stay float32."""
@@ -323,14 +312,14 @@ class Transformer(nn.Module):
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         x = x.to(dtype)
-        rope = self.rope(x)
+        cos_sin = rope(self.config, x)
         if last_only and self.config.sublayers == "mlp":
             x = x[:, -1:]  # without attention, earlier positions do not matter
         if on_state is not None:
             on_state(0, x)
         for layer, block in enumerate(self.model.layers, start=1):
             hook = None if on_heads is None else partial(on_heads, layer)
-            x = block(x, rope, last_only and layer == self.config.num_layers, hook)
+            x = block(x, cos_sin, last_only and layer == self.config.num_layers, hook)
             if on_state is not None:
                 on_state(layer, x)
         x = self.model.norm(x.to(self.model.norm.weight.dtype))

@@ -9,24 +9,25 @@ The model reads random sequences, and predicts the token with the largest logit 
 Each model, seed and length gives one row; `preference` computes its columns.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
+from scipy.special import logsumexp
+from scipy.stats import binom
 
 from init import SCHEMES
 from lib.figures import draw_preferences
+from lib.random import keyed_generator, random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, shard, sum_over_ranks
-from lib.settings import Command, RunSettings, at_least, run_script
-from measure.cosines import CosineStatistics, binomial_log10_p, uniform_counts
+from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from sources.checkpoint import check_lengths, shortest_context, specs_of
-from sources.inputs import random_tokens, random_vectors
 from sources.tokenizers import load_tokenizer
 
-NUM_SEQUENCES = {"cpu": 1000, "cuda": 10_000}  # the default on each device
-SEQUENCE_LENGTH = {"cpu": 64, "cuda": 1024}  # the default on each device
 TOP = 20  # how many of the most frequent tokens Figure 1a shows
 SHOWN = ("model", "seed", "sequence_length", "num_sequences", "top1_token", "top1_count", "uniform_max_count")
 SHOWN += ("ratio", "log10_p", "direction_token", "mean_cosine", "top1_text")  # columns that are printed
@@ -41,8 +42,8 @@ class Settings(RunSettings):
     embedding_seed: int = 0  # seed of the presets' embedding and head, the same for all seeds (BB B.2)
     init: Literal[SCHEMES] = "gpt2"  # how newborns are drawn
     input_seed: int = 0  # seed of the random sequences
-    num_sequences: at_least(2) | None = None  # for each model and length; None: 1000, on CUDA 10000
-    sequence_length: tuple[int, ...] | None = None  # tokens in a sequence; None: 64, on CUDA 1024
+    num_sequences: at_least(2) = 1000  # for each model and length (BB: 10000)
+    sequence_length: tuple[int, ...] = (64,)  # tokens in a sequence (BB: 1024)
 
 
 def probe(settings: Settings):
@@ -50,25 +51,23 @@ def probe(settings: Settings):
     # A Spec describes a model by its name, seed and config, and its `load` makes the model. A preset gives
     # one Spec for each seed. PRESET@SEED draws its embedding from that seed, too.
     specs = specs_of(settings.model, settings.seed, settings.embedding_seed, settings.init)
-    context = shortest_context(specs)
-    check_lengths(settings.sequence_length or (), context)
-    # `begin` joins torchrun's processes, chooses the device, and makes the folder --out. `save` writes the
-    # rows to <name>.json and prints some columns.
-    experiment = Experiment.begin("probe", "BB Table 1, Figures 1a and 10", settings)
-    num_sequences = settings.num_sequences or NUM_SEQUENCES[experiment.device.type]
-    lengths = settings.sequence_length or (min(SEQUENCE_LENGTH[experiment.device.type], context),)
+    check_lengths(settings.sequence_length, shortest_context(specs))
+    # An Experiment joins torchrun's processes, chooses the device, and makes the folder --out. `save` writes
+    # the rows to <name>.json and prints some columns.
+    experiment = Experiment("probe", "BB Table 1, Figures 1a and 10", settings)
+    n = settings.num_sequences
     rows, tokens, dimensions = [], [], []
     for spec in specs:
         model = spec.load(experiment.device, experiment.dtype)
-        for T in lengths:
-            counts = count_predictions(model, T, num_sequences, settings.input_seed)
+        for T in settings.sequence_length:
+            counts = count_predictions(model, T, n, settings.input_seed)
             row = {"model": spec.name, "seed": spec.seed, "sequence_length": T} | preference(model, counts)
             if spec.tokenizer_file:
                 tokenizer = load_tokenizer(str(spec.tokenizer_file))
                 row["top1_text"] = repr(tokenizer.text(row["top1_token"]))
             rows.append(row)
-            tokens.append((counts.tokens, uniform_counts(num_sequences, model.config.vocab_size, TOP)))
-            dimensions.append((counts.dimensions, uniform_counts(num_sequences, model.config.d_model, TOP)))
+            tokens.append((counts.tokens, uniform_counts(n, model.config.vocab_size, TOP)))
+            dimensions.append((counts.dimensions, uniform_counts(n, model.config.d_model, TOP)))
     result = experiment.save(rows, SHOWN)
     draw_preferences(experiment.folder / "probe.png", rows, tokens, dimensions)
     return result
@@ -151,6 +150,76 @@ def preference(model, counts: Counts):
         **counts.cosines.summary(),  # mean_cosine and std_cosine
         "dimension_ratio": int(counts.dimensions.max()) / uniform_max_dimension,  # BB Figure 10, like `ratio`
     }
+
+
+class CosineStatistics:
+    """Mean and standard deviation of the cosine over all pairs of n states, in O(d^2) memory for any n.
+
+    Let u_i be state i divided by its norm. Over ordered pairs i != j, the cosines u_i u_j sum to
+    |sum u|^2 - n, and their squares to |sum u u^T|^2 - n (Frobenius norm).
+    """
+
+    def __init__(self, d, device="cpu"):
+        self.count = torch.zeros((), dtype=torch.float64, device=device)
+        self.sum = torch.zeros(d, dtype=torch.float64, device=device)
+        self.outer = torch.zeros(d, d, dtype=torch.float64, device=device)
+
+    def update(self, states) -> "CosineStatistics":
+        """Add states (n, d)."""
+        unit = states.double() / states.double().norm(dim=1, keepdim=True)
+        self.count += len(unit)
+        self.sum += unit.sum(dim=0)
+        self.outer.addmm_(unit.T, unit)
+        return self
+
+    def reduce(self) -> None:
+        """Sum over the ranks, in place."""
+        for tensor in (self.count, self.sum, self.outer):
+            sum_over_ranks(tensor)
+
+    def direction(self):
+        """The contraction direction, (d,) float64: the mean of the unit vectors (BB section 4)."""
+        return self.sum / self.count
+
+    def summary(self):
+        """Mean and standard deviation over all pairs, as columns; UserError for a zero or infinite state."""
+        if not self.sum.isfinite().all():
+            raise UserError("the model's states are zero or not finite: check its weights for NaN")
+        n = self.count.item()  # 2 at least
+        pairs = n * (n - 1)
+        mean = (self.sum.square().sum().item() - n) / pairs
+        mean_square = (self.outer.square().sum().item() - n) / pairs
+        return {"mean_cosine": mean, "std_cosine": max(0.0, mean_square - mean**2) ** 0.5}
+
+
+def pairwise_cosine(states):
+    """Mean and standard deviation of the cosine over all pairs of states (n, d), as columns."""
+    return CosineStatistics(states.shape[1], states.device).update(states).summary()
+
+
+def binomial_log10_p(count, n, num_choices):
+    """log10 of a bound on the probability that any of V = num_choices tokens has at least `count` of n draws.
+
+    Bonferroni's bound is min(1, V P[Binomial(n, 1/V) >= count]). A log10, because the bound itself may be too
+    small for a float (BB B.2 prints 0.00).
+    """
+    log_tail = logsumexp(binom.logpmf(np.arange(count, n + 1), n, 1 / num_choices))
+    return min(0.0, (math.log(num_choices) + log_tail) / math.log(10))
+
+
+@functools.cache
+def uniform_counts(n, num_choices, places, repetitions=1000):
+    """Mean counts of the most frequent of n uniform draws, the second, ..., by simulation: (places,).
+
+    The first is the baseline of BB Figure 1a. Its standard error is below 1 % for 1,000 draws of 50,257.
+    """
+    generator = keyed_generator("uniform", n, num_choices)
+    total = np.zeros(places)
+    for _ in range(repetitions):
+        _, counts = np.unique(generator.integers(num_choices, size=n), return_counts=True)
+        counts = np.sort(counts)[::-1][:places]
+        total[: len(counts)] += counts
+    return total / repetitions
 
 
 # `run_script` turns each setting into a flag, and its comment into the flag's help. A file X.py before the

@@ -5,18 +5,12 @@
     python seedprint.py identify SUSPECT --seeds 0 99999   # which seed of init.py?
     python seedprint.py paper BASE SUSPECT                 # SeedPrint, the paper's test
 
-`compare` and `matrix` read weights alone (`lineage/compare.py`); `lineage/table.py` has the rules for the
-verdict. A neuron is a hidden unit of an MLP. A row gives how many were matched (`units_found` of `units`),
-the median correlation of the matches (`r`), and how far they moved (`distance`: 0 for a copy, 1 for an
-unrelated model). `body_z` and `embedding_z` are z-scores: how much better the weights' coordinates agree than
-if permuted.
-
 SeedPrint gives two models the same random inputs. Each dimension of the final states ranks the inputs;
 Kendall's tau says how well the two models' rankings agree, and two Gaussian matrices show what chance gives.
+The other commands read weights alone: lineage/compare.py.
 """
 
 import functools
-import itertools
 import warnings
 from dataclasses import dataclass
 from typing import Literal
@@ -25,21 +19,15 @@ import numpy as np
 import torch
 
 from init import SCHEMES
-from lib.figures import lineage_figure
-from lib.random import keyed_generator
+from lib.random import keyed_generator, random_tokens, random_vectors
 from lib.results import Experiment
-from lib.runtime import default_batch_size, progress, rank
+from lib.runtime import default_batch_size, progress
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
 from lineage.births import identify
-from lineage.compare import compare_models, read_model
-from lineage.evidence import parts_looked_at
-from lineage.family import draw_family
+from lineage.compare import check_several, compare, matrix
 from lineage.settings import CompareSettings, IdentifySettings, Names
-from lineage.verdict import unread_row
 from sources.checkpoint import check_lengths, parse_spec, shortest_context
-from sources.inputs import random_tokens, random_vectors
 
-VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
 NULLS = 10  # Gaussian pairs that the paper's test compares with
 
 
@@ -55,63 +43,6 @@ class PaperSettings(RunSettings):
     paper_length: int = 64  # tokens in each of them; the paper has 1024
 
 
-def compare(settings: CompareSettings):
-    """Does each suspect share its initialization with the base? Takes 20 s for a pair of 135M parameters.
-
-    A suspect that cannot be read gets the verdict `not read`; the others are compared; the exit status is 2.
-    """
-    base_name, *names = check_several(settings.models)
-    base = open_model(base_name, settings)
-    experiment = Experiment.begin("compare", "BB 6.1", settings)
-    rows, details, unread = [], [], []
-    for name in progress(names, desc="suspects"):
-        try:
-            row, detail = compare_models(base, open_model(name, settings), settings)
-        except UserError as error:
-            row, detail = unread_row(error)
-            unread.append(error)
-        rows.append({"base": base_name, "suspect": name} | row)
-        details.append(detail)
-    if len(unread) == len(names):
-        raise unread[0]
-    more = {key: [detail[key] for detail in details] for key in ("layers", "layer_map")}
-    result = experiment.save(rows, VERDICT_COLUMNS, **more)
-    if rank() == 0:
-        for row in rows:
-            print(f"{row['suspect']}: {row['verdict']}: {row['sentence']}")
-    lineage_figure(experiment.folder / "compare.png", base_name, rows, details)
-    if unread:
-        raise UserError(f"{len(unread)} of {len(names)} suspects not read: {unread[0]}")
-    return result
-
-
-def matrix(settings: CompareSettings):
-    """Which of several models share an initialization? All pairs, heat map, family tree (BB Table 4)."""
-    models = [open_model(name, settings) for name in check_several(settings.models)]
-    experiment = Experiment.begin("matrix", "BB Table 4", settings)
-    rows = []
-    for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
-        row, _ = compare_models(a, b, settings)
-        rows.append({"a": a.name, "b": b.name} | row)
-    result = experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
-    draw_family(experiment.folder / "matrix.png", models, rows)
-    return result
-
-
-def check_several(names):
-    """The names; UserError if there are fewer than two."""
-    if len(names) < 2:
-        raise UserError("expected at least 2 models: names on the Hub, folders, files, or PRESET@SEED")
-    return names
-
-
-def open_model(name, settings: CompareSettings):
-    """The Model that a name stands for, of any architecture; UserError if it cannot be read."""
-    source = parse_spec(name, settings.init, in_parts=True).open(any_architecture=True)
-    source.expect((name, part) for name, shape in source.shapes.items() for part in parts_looked_at(shape))
-    return read_model(name, source)
-
-
 def paper(settings: PaperSettings):
     """Does SeedPrint, the paper's test, call each suspect related to the base? (BB 6.1)
 
@@ -120,7 +51,7 @@ def paper(settings: PaperSettings):
     """
     base, *suspects = specs = [parse_spec(name, settings.init) for name in check_several(settings.models)]
     check_comparable(specs, settings)
-    experiment = Experiment.begin("paper_test", "BB 6.1, Algorithm 1", settings)
+    experiment = Experiment("paper_test", "BB 6.1, Algorithm 1", settings)
     vocab_size = min(spec.config.vocab_size for spec in specs)  # ids that all models have
     base_outputs = outputs_of(base, vocab_size, experiment)
     rows = []

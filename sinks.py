@@ -21,19 +21,65 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.figures import draw_chain, draw_heads, draw_transplants, short_names
+from lib.figures import short_names
 from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
-from measure.bos import ELSEWHERE, bos_or_position, tell_bos
-from measure.constants import read_constants, save_constants
-from measure.units import alpha_and_loss, by_token, observe, watch, zero_units
+from measure.figures import draw_chain, draw_heads, draw_transplants
+from measure.units import observe, watch, zero_units
 from model import Transformer
 from sources.checkpoint import check_lengths, shortest_context, specs_of
 from sources.inputs import TextSettings, bos_of, read_tokens, text_of
 
 EPSILON = 0.3  # a sink head has an alpha_1 above this (arXiv 2410.10781)
+# The first prediction sees one token, so anything in front of the text helps it; the next seven see two to
+# eight. Models with and without something in front are compared from the ninth prediction on.
+PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))
+
+
+@dataclass
+class Settings(TextSettings):
+    """The settings of `anatomy`."""
+
+    model: tuple[str, ...] = ("smollm2",)  # names of the Hub, folders, files, presets, PRESET@SEED
+    seed: tuple[int, ...] = (42,)  # seeds of presets' weights
+    sequence_length: at_least(2) = 64  # tokens in a sequence (Gu et al.: 64)
+
+
+@dataclass
+class RateSettings(Settings):
+    """The settings of `rate`."""
+
+    # tokens in a sequence, 10 at least, since fewer sink by uniform attention; None: 32 to 512 that fit
+    sequence_length: tuple[at_least(10), ...] | None = None
+
+
+@dataclass
+class TransplantSettings(Settings):
+    """The settings of `transplant`."""
+
+    sequence_length: tuple[at_least(2), ...] = (64,)  # tokens in a sequence
+    num_sequences: at_least(2) = 32  # sequences; fewer, down to 4, if they are longer than 64 tokens
+    num_constants: at_least(1) = 16  # more sequences, whose first position gives the constants
+    save: str | None = None  # new .safetensors file for the constants
+
+
+def measure_models(name, paper, settings: Settings, measure, *more):
+    """Call `measure(settings, spec, model, *more)` for each model; returns an experiment, lists of rows."""
+    specs = specs_of(settings.model, settings.seed)
+    check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(specs))
+    experiment = Experiment(name, paper, settings)
+    lists = defaultdict(list)
+    for spec in progress(specs, desc=name, unit=" models"):
+        named = {"checkpoint": spec.label, "text": text_of(settings, spec), "bos": bos_of(settings, spec)}
+        found = measure(experiment.settings, spec, spec.load(experiment.device, experiment.dtype), *more)
+        for key, rows in found.items():
+            lists[key] += [named | row for row in rows]
+    return experiment, lists
+
+
+# ---- where: the sink rate ----------------------------------------------------------------------------------
 
 
 def sink_share(alpha: torch.Tensor) -> torch.Tensor:
@@ -67,6 +113,159 @@ def sink_statistics(model: Transformer, tokens: torch.Tensor, others=()):
     return row, alpha
 
 
+@torch.inference_mode()
+def rate(settings: RateSettings):
+    """Where does attention sink? The sink rate by length, and alpha_1 of each head (BB Figure 12; minutes)"""
+    experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
+    columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "other_sink_rate")
+    columns += ("mean_alpha1", "uniform_alpha1", "norm_ratio", "value_ratio")
+    result = experiment.save(**lists, columns=columns)
+    heads = [row for row in lists["heads"] if row["sequence_length"] == lists["heads"][0]["sequence_length"]]
+    names = short_names([row["checkpoint"] for row in heads])
+    maps = [(f"{name}, {row['sequence_length']} tokens", row["alpha1"]) for name, row in zip(names, heads)]
+    draw_heads(experiment.folder / "rate.png", "Where does attention sink on position 1?", maps, len(maps))
+    return result
+
+
+def sink_rates(settings: RateSettings, spec, model):
+    """A row for each length, and alpha_1 of each head."""
+    context = model.config.context_length
+    lengths = settings.sequence_length or [T for T in (32, 64, 128, 256, 512) if T <= context] or [context]
+    rows, heads = [], []
+    for T in progress(lengths, desc="rate", unit=" lengths", leave=False):
+        tokens = read_tokens(settings, spec, T)
+        row, alpha = sink_statistics(model, tokens, range(2, T // 2 + 1))  # alpha (n, L, H)
+        row |= {"sequence_length": T, "epsilon": EPSILON, "uniform_alpha1": attention.uniform_alpha(T)}
+        rows.append(row | interval(sink_share(alpha), "sink_rate", 0, 1))
+        heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
+    return {"rows": rows, "heads": heads}
+
+
+# ---- why: the anatomy of position 1 ------------------------------------------------------------------------
+
+
+def anatomy(settings: Settings):
+    """What singles position 1 out? SO's chain by layer, and the neurons behind it (half a minute)"""
+    experiment, lists = measure_models("anatomy", "SO", settings, anatomy_rows)
+    for row in lists["layers"]:
+        if row["builders"]:
+            print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
+    columns = ("checkpoint", "layer", "disparity", "norm_ratio", "value_ratio", "key_alignment")
+    columns += ("effective_rank", "output_tau", "alpha1")
+    result = experiment.save(**lists, columns=columns, shown=lists["layers"])
+    draw_chain(experiment.folder / "anatomy.png", lists["rows"])
+    return result
+
+
+@torch.inference_mode()
+def anatomy_rows(settings: Settings, spec, model):
+    """A row for each layer and position, one for each layer, and one for each builder and remover."""
+    tokens = read_tokens(settings, spec, settings.sequence_length)
+    activity = observe(model, tokens, with_chain=True)
+    units = activity.builders(activity.layer, 10) + activity.removers(5)[::-1]  # strongest remover last
+    lists = {"rows": activity.by_position(), "layers": activity.by_layer()}
+    lists["builders"] = activity.describe(units)
+    return lists
+
+
+# ---- what moves it: a constant key and value ---------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """A model, and what is changed in it and in front of the text that it reads."""
+
+    kind: str
+    model: Transformer
+    at_zero: list = field(default_factory=list)  # ablated neurons, (layer, unit) each
+    prefix: list = field(default_factory=list)  # tokens in front of the text
+
+    def reading(self, text):
+        """The tokens that the model reads, (n, T) or (n, 1 + T), for a text (n, T)."""
+        return torch.cat((text.new_tensor(self.prefix).expand(len(text), -1), text), dim=1)
+
+
+def transplant_cases(model, moved, activity, others, bos):
+    """The model unchanged, with builders ablated, with constants, with both, or with a token in front.
+
+    A model trained with BOS reads BOS in the first two cases; in the others constants or a token replace it.
+    The selective builders are chosen on the measured windows. A token in front, like a constant, gives the
+    text's first token something to attend to, so losses are best compared with that case.
+    """
+    units = activity.selective()
+    tokens = others.unique().tolist()
+    begin = [] if bos is None else [bos]
+    return [
+        Case("unchanged", model, prefix=begin),
+        Case("builders at zero", model, units, begin),
+        Case("moved", moved),
+        Case("moved, builders at zero", moved, units),
+        Case("token in front", model, prefix=[tokens[len(tokens) // 2]]),
+    ]
+
+
+def transplant(settings: TransplantSettings, cases_of=transplant_cases):
+    """Does the sink move onto a constant? Each head gets position 1's mean key and value (ours; minutes)"""
+    if settings.save and (len(settings.model) > 1 or Path(settings.save).exists()):
+        raise UserError(f"--save {settings.save}: expected a new file, and one model")
+    experiment, lists = measure_models("transplant", "ours, after SO", settings, transplants, cases_of)
+    columns = ("checkpoint", "kind", "sequence_length", "sink_rate", "other_sink_rate", "alpha1")
+    columns += ("constant_alpha",)
+    columns += ("builder_activation", "disparity", "largest", "loss", "loss_from_ninth")
+    result = experiment.save(**lists, columns=columns)
+    draw_transplants(experiment.folder / "transplant.png", lists["rows"], lists["layers"])
+    heads = [row for row in lists["heads"] if row["sequence_length"] == settings.sequence_length[0]]
+    names = short_names([row["checkpoint"] for row in heads])
+    maps = [(f"{name}\n{row['kind']}", row["alpha"]) for name, row in zip(names, heads)]
+    title = "Does attention move from position 1 to a constant in front of it?"
+    draw_heads(experiment.folder / "transplant_heads.png", title, maps, 3)
+    return result
+
+
+@torch.inference_mode()
+def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_cases):
+    """Rows for each length and case, also by layer, and attention by head to position 1 and the constant."""
+    check_lengths(settings.sequence_length, spec.config.context_length - 1)  # 1 less, for a token in front
+    bos = bos_of(settings, spec)
+    lists = defaultdict(list)
+    for T in settings.sequence_length:
+        tokens, others = split_windows(settings, spec, T)
+        constants = attention.constants_at(model, others)
+        if settings.save and T == settings.sequence_length[0]:
+            facts = {"model": spec.label, "position": 1, "bos": bos, "text": text_of(settings, spec)}
+            attention.save_constants(Path(settings.save), constants, **facts)
+        moved = attention.with_constants(model, constants)
+        activity = observe(model, tokens)
+        builder = activity.builders(activity.layer, 1)[0]
+        text = tokens if bos is None else tokens[:, 1:]
+        cases = cases_of(model, moved, activity, others, bos)
+        maps = {
+            "as it is, to position 1": (model, cases[0].reading(text), 1),
+            "with constants, to position 1": (moved, text, 1),
+            "with constants, to the constant": (moved, text, 0),
+        }
+        for kind, (reader, reading, place) in maps.items():
+            alpha = attention.attention_of(reader, reading, place).mean(0)  # (L, H)
+            lists["heads"].append({"kind": kind, "sequence_length": T, "alpha": alpha.tolist()})
+        for case in progress(cases, desc="transplant", unit=" cases", leave=False):
+            key = {"kind": case.kind, "sequence_length": T}
+            with case.model.hidden_units(zero_units(case.at_zero)):
+                row, largest = effects(case.model, case.reading(text), builder, len(case.prefix))
+            if case.kind in ("unchanged", "moved"):
+                found, _ = sink_statistics(case.model, case.reading(text), range(2, T // 2 + 1))
+                row["other_sink_rate"] = found["other_sink_rate"]
+            lists["rows"].append(key | row)
+            lists["layers"] += [key | {"layer": layer, "largest": size} for layer, size in largest.items()]
+    return lists
+
+
+def split_windows(settings: TransplantSettings, spec, T):
+    """Disjoint windows of the text: (n, T) to measure, and (c, T) for the constants."""
+    n = min(settings.num_sequences, max(4, 64 * settings.num_sequences // T))
+    c = settings.num_constants
+    return read_tokens(replace(settings, num_sequences=n + c), spec, T).split((n, c))
+
+
 def effects(model: Transformer, tokens: torch.Tensor, builder, before):
     """A row about a model's sink on tokens (n, T), and the largest |number| of the stream by layer.
 
@@ -82,7 +281,7 @@ def effects(model: Transformer, tokens: torch.Tensor, builder, before):
             means.add("disparity", layer, attention.disparity(x[:, 0]))
 
     with watch(model, builder) as activations:
-        alpha, constant_alpha, losses = alpha_and_loss(model, tokens, on_state, before=before)
+        alpha, constant_alpha, losses = alpha_and_loss(model, tokens, on_state, before)
     row = {
         "sink_rate": sink_share(alpha).mean().item(),
         "alpha1": alpha.mean().item(),
@@ -94,249 +293,32 @@ def effects(model: Transformer, tokens: torch.Tensor, builder, before):
     return row | losses, largest
 
 
-@dataclass
-class Settings(TextSettings):
-    """The settings of `anatomy`."""
-
-    model: tuple[str, ...] = ("smollm2",)  # names of the Hub, folders, files, presets, PRESET@SEED
-    seed: tuple[int, ...] = (42,)  # seeds of presets' weights
-    sequence_length: at_least(2) = 64  # tokens in a sequence (Gu et al.: 64)
-    constants: str | None = None  # a file of `transplant --save`: give models these constants
-
-
-@dataclass
-class RateSettings(Settings):
-    """The settings of `rate`."""
-
-    sequence_length: tuple[at_least(2), ...] | None = None  # tokens in a sequence; None: 32 to 512 that fit
-
-
-@dataclass
-class TransplantSettings(Settings):
-    """The settings of `transplant`."""
-
-    sequence_length: tuple[at_least(2), ...] = (64,)  # tokens in a sequence
-    num_sequences: at_least(2) = 32  # sequences; fewer, down to 4, if they are longer than 64 tokens
-    num_constants: at_least(1) = 16  # sequences of docstrings whose first position gives the constants
-    save: str | None = None  # new .safetensors file for the constants
-
-
-def measure_models(name, paper, settings: Settings, measure, *more):
-    """Call `measure(settings, spec, model, *more)` for each model; returns an experiment, lists of rows."""
-    specs = specs_of(settings.model, settings.seed)
-    check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(specs))
-    texts = [text_of(settings, spec) for spec in specs]
-    if len(set(texts)) > 1:
-        raise UserError(f"{specs[0].label} and others would read different texts: name --text, --tokenizer")
-    experiment = Experiment.begin(name, paper, settings)
-    lists = defaultdict(list)
-    for spec in progress(specs, desc=name, unit=" models"):
-        named = {"checkpoint": spec.label}
-        if bos_of(settings, spec) is not None:
-            named["bos"] = bos_of(settings, spec)
-        model = spec.load(experiment.device, experiment.dtype)
-        if settings.constants is not None:
-            model = attention.with_constants(model, read_constants(Path(settings.constants), model))
-        found = measure(experiment.settings, spec, model, *more)
-        for key, rows in found.items():
-            lists[key] += [named | row for row in rows]
-    lists["rows"] = [row | {"text": texts[0]} for row in lists["rows"]]
-    return experiment, lists
-
-
 @torch.inference_mode()
-def rate(settings: RateSettings):
-    """Where does attention sink? The sink rate by length, and alpha_1 of each head (BB Figure 12; minutes)"""
-    experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
-    columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "other_sink_rate")
-    result = experiment.save(
-        **lists, columns=(*columns, "mean_alpha1", "uniform_alpha1", "norm_ratio", "value_ratio")
-    )
-    T = lists["heads"][0]["sequence_length"]
-    heads = [row for row in lists["heads"] if row["sequence_length"] == T]
-    names = short_names([row["checkpoint"] for row in heads])
-    maps = [(f"{name}, {T} tokens", row["alpha1"]) for name, row in zip(names, heads)]
-    draw_heads(experiment.folder / "rate.png", "Where does attention sink on position 1?", maps, len(maps))
-    return result
+def alpha_and_loss(model, tokens: torch.Tensor, on_state=None, before=0):
+    """alpha_1 and alpha_0, (n, L, H) each, of tokens (n, T), and mean losses in nats by name.
 
-
-def sink_rates(settings: RateSettings, spec, model):
-    """A row for each length, and alpha_1 of each head."""
-    context = model.config.context_length
-    lengths = settings.sequence_length or [T for T in (32, 64, 128, 256, 512) if T <= context] or [context]
-    rows, heads = [], []
-    for T in progress(lengths, desc="rate", unit=" lengths", leave=False):
-        tokens = read_tokens(settings, spec, T)
-        row, alpha = sink_statistics(model, tokens, range(2, T // 2 + 1))  # alpha (n, L, H)
-        row |= {"sequence_length": T, "epsilon": EPSILON, "uniform_alpha1": attention.uniform_alpha(T)}
-        row |= interval(sink_share(alpha), "sink_rate", 0, 1)
-        if row["uniform_alpha1"] > EPSILON:  # up to 9 tokens
-            row |= dict.fromkeys(("sink_rate", "other_sink_rate", "low", "high"))
-            print(f"{spec.label}: no sink rate at {T} tokens, where uniform attention alone would sink")
-        rows.append(row)
-        heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
-    return {"rows": rows, "heads": heads}
-
-
-def anatomy(settings: Settings):
-    """What singles position 1 out? SO's chain by layer, and the neurons behind it (half a minute)"""
-    experiment, lists = measure_models("anatomy", "SO", settings, anatomy_rows)
-    for row in [row for row in lists["layers"] if row["builders"]]:
-        print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
-    tell_bos(lists.get("bos", ()))
-    columns = ("checkpoint", "layer", "disparity", "norm_ratio", "value_ratio", "key_alignment")
-    columns += ("effective_rank", "output_tau", "alpha1")
-    result = experiment.save(**lists, columns=columns, shown=lists["layers"])
-    draw_chain(experiment.folder / "anatomy.png", lists["rows"])
-    return result
-
-
-@torch.inference_mode()
-def anatomy_rows(settings: Settings, spec, model):
-    """A row for each layer and position, one for each layer, and one for each builder and remover."""
-    tokens = read_tokens(settings, spec, settings.sequence_length)
-    activity = observe(model, tokens, with_chain=True)
-    units = activity.builders(activity.layer, 10) + activity.removers(5)[::-1]  # strongest remover last
-    lists = {"rows": activity.chain.by_position(), "layers": activity.layer_rows()}
-    lists["builders"] = activity.describe(units)
-    bos = bos_of(settings, spec)
-    if bos is not None and tokens.shape[1] > ELSEWHERE and "constants" not in model.lacks:
-        lists["bos"] = bos_or_position(model, tokens[:, 1:], bos, EPSILON)
-    return lists
-
-
-@dataclass
-class Case:
-    """A model, what it reads in addition to the text, and what is measured in addition to its `effects`."""
-
-    kind: str
-    model: Transformer
-    at_zero: list = field(default_factory=list)  # ablated neurons, (layer, unit) each
-    prefix: list = field(default_factory=list)  # tokens in front of the text
-    place: int = 1  # position to which attention is measured; 0 is a constant
-    token: int | None = None  # replaces the text's own token at that place
-    has_chain: bool = False  # measure SO's chain, and which first tokens make the builder fire
-
-    def reading(self, text):
-        """The tokens that the model reads, (n, T) or (n, 1 + T), for a text (n, T)."""
-        reading = torch.cat((text.new_tensor(self.prefix).expand(len(text), -1), text), dim=1)
-        if self.token is not None:
-            reading[:, self.place - 1] = self.token
-        return reading
-
-    def alpha(self, text):
-        """Each head's attention to the place, (n, L, H)."""
-        parts = attention.batches(self.reading(text))
-        return torch.cat([attention.attention_to(self.model, part, (self.place,))[..., 0] for part in parts])
-
-    def measure(self, text, builder, lists, T):
-        """Add rows about a text to the lists; the text is (n, T), or (n, T - 1) if it has lost its BOS."""
-        key = {"kind": self.kind, "sequence_length": T}
-        reading, before = self.reading(text), len(self.prefix)
-        with self.model.hidden_units(zero_units(self.at_zero)):
-            row, largest = effects(self.model, reading, builder, before)
-            if self.token is not None:  # a token was replaced, so the losses are not the text's
-                alpha = self.alpha(text)
-                row |= dict.fromkeys(("loss", "loss_first", "loss_from_ninth"))
-                row |= {"position": self.place, "alpha_k": alpha.mean().item()}
-                row["sink_rate_k"] = sink_share(alpha).mean().item()
-            if self.has_chain:
-                links = observe(self.model, reading, with_chain=True).layer_rows()
-                lists["chain"] += [key | link for link in links]
-                lists["first_tokens"] += [key | token for token in by_token(self.model, text, builder)]
-        lists["rows"].append(key | row)
-        lists["layers"] += [key | {"layer": layer, "largest": size} for layer, size in largest.items()]
-
-
-def transplant_cases(model, moved, activity, others, bos):
-    """The model unchanged, with builders ablated, with constants, with both, or with a token in front.
-
-    A model trained with BOS reads BOS in the first two cases; in the others constants or a token replace it.
-    The selective builders are chosen on the measured windows. A token in front, like a constant, gives the
-    text's first token something to attend to, so losses are best compared with that case.
+    alpha_0 is the attention to a constant or learned sink, 0 without one. The first `before` tokens precede
+    the text. The first prediction is always that of the text's second token.
     """
-    units = activity.selective()
-    tokens = others.unique().tolist()
-    begin = [] if bos is None else [bos]
-    cases = [
-        Case("unchanged", model, prefix=begin, has_chain=True),
-        Case("builders at zero", model, units, prefix=begin),
-        Case("moved", moved, has_chain=True),
-        Case("moved, builders at zero", moved, units),
-        Case("token in front", model, prefix=[tokens[len(tokens) // 2]]),
-    ]
-    return cases if bos is None else cases + bos_cases(model, others[:, 1:], bos)
+    alphas = []
+    totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
 
+    def on_heads(layer, heads, q, k, v, alpha):
+        by_layer.append(alpha((1, 0)).cpu())
 
-def bos_cases(model, texts, bos):
-    """No BOS; constants from the first tokens of texts (n, T) instead; BOS within the text."""
-    of_first = attention.with_constants(model, attention.constants_at(model, texts))
-    return [
-        Case("no BOS", model, has_chain=True),
-        Case("constants of first tokens", of_first, place=0),
-        Case(f"BOS at position {ELSEWHERE}", model, place=ELSEWHERE, token=bos),
-    ]
-
-
-def transplant(settings: TransplantSettings, cases_of=transplant_cases):
-    """Does the sink move onto a constant? Each head gets position 1's mean key and value (ours; minutes)"""
-    if settings.save and (len(settings.model) > 1 or Path(settings.save).exists()):
-        raise UserError(f"--save {settings.save}: expected a new file, and one model")
-    experiment, lists = measure_models("transplant", "ours, after SO", settings, transplants, cases_of)
-    columns = ("checkpoint", "kind", "sequence_length", "sink_rate", "alpha1", "constant_alpha")
-    columns += ("builder_activation", "disparity", "largest", "loss", "loss_from_ninth")
-    result = experiment.save(**lists, columns=columns)
-    draw_transplants(experiment.folder / "transplant.png", lists["rows"], lists["layers"])
-    heads = [row for row in lists["heads"] if row["sequence_length"] == settings.sequence_length[0]]
-    names = short_names([row["checkpoint"] for row in heads])
-    maps = [(f"{name}\n{row['kind']}", row["alpha"]) for name, row in zip(names, heads)]
-    title = "Does attention move from position 1 to a constant in front of it?"
-    draw_heads(experiment.folder / "transplant_heads.png", title, maps, 3)
-    return result
-
-
-@torch.inference_mode()
-def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_cases):
-    """Rows for each length and case, also by layer; `chain`, `first_tokens` and `heads` for some cases."""
-    check_lengths(settings.sequence_length, spec.config.context_length - 1)  # 1 less, for a token in front
-    bos = bos_of(settings, spec)
-    if bos is not None and min(settings.sequence_length) <= ELSEWHERE:
-        raise UserError(f"--sequence-length: expected {ELSEWHERE + 1} at least, with BOS")
-    lists = defaultdict(list)
-    for T in settings.sequence_length:
-        tokens, others = split_windows(settings, spec, T)
-        constants = attention.constants_at(model, others)
-        moved = attention.with_constants(model, constants)
-        if settings.save and T == settings.sequence_length[0]:
-            facts = {"model": spec.label, "position": 1, "bos": bos}
-            facts["text"] = "docstrings" if spec.tokenizer_file else "random tokens"
-            save_constants(Path(settings.save), constants, **facts)
-        activity = observe(model, tokens)
-        builder = activity.builders(activity.layer, 1)[0]
-        text = tokens if bos is None else tokens[:, 1:]
-        cases = cases_of(model, moved, activity, others, bos)
-        maps = [
-            Case("as it is, to position 1", model, prefix=cases[0].prefix),
-            Case("with constants, to position 1", moved),
-            Case("with constants, to the constant", moved, place=0),
-        ]
-        for case in maps:
-            alpha = case.alpha(text).mean(0)  # (L, H)
-            lists["heads"].append({"kind": case.kind, "sequence_length": T, "alpha": alpha.tolist()})
-        for case in progress(cases, desc="transplant", unit=" cases", leave=False):
-            case.measure(text, builder, lists, T)
-    return lists
-
-
-def split_windows(settings: TransplantSettings, spec, T):
-    """Windows (n, T) to measure, and others (c, T), of docstrings or random tokens, for the constants."""
-    n = min(settings.num_sequences, max(4, 64 * settings.num_sequences // T))
-    c = settings.num_constants
-    text = spec.tokenizer_file and "docstrings"
-    if text in (settings.text, text_of(settings, spec)):  # one text: take disjoint windows of it
-        return read_tokens(replace(settings, num_sequences=n + c), spec, T).split((n, c))
-    measured = read_tokens(replace(settings, num_sequences=n), spec, T)
-    return measured, read_tokens(replace(settings, num_sequences=c, text=text), spec, T)
+    for part in attention.batches(tokens):
+        by_layer = []
+        states = model.hidden(part, on_heads=on_heads, on_state=on_state)[:, before:-1]
+        targets = part[:, before + 1 :]
+        for place, some in enumerate(PREDICTIONS):
+            chosen = states[:, some].flatten(0, 1)
+            totals[place] += model.summed_loss(chosen, targets[:, some].flatten()).item()
+        alphas.append(torch.stack(by_layer, dim=1))  # (B, L, H, 2)
+    alpha_1, alpha_0 = torch.cat(alphas).unbind(-1)
+    n, count = len(tokens), targets.shape[1]  # count: predictions of a sequence
+    losses = {"loss": totals.sum().item() / (n * count), "loss_first": totals[0].item() / n}
+    losses["loss_from_ninth"] = totals[2].item() / (n * (count - 8)) if count > 8 else None
+    return alpha_1, alpha_0, losses
 
 
 COMMANDS = {

@@ -6,13 +6,13 @@
     python train.py sample runs/laptop --prompt "def "         # writes text with a checkpoint
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
---resume continues from the newest whole checkpoint with the run's own settings; flags may change only those
-in `origins.MAY_CHANGE`. If the run does not exist yet, --resume with a config file or other flags starts it.
+--resume continues from the newest checkpoint with the run's own settings; flags may change only those in
+`runs.MAY_CHANGE`. If the run does not exist yet, --resume starts it.
 
 Each epoch shuffles the training windows by the data seed, and each step takes the next ones, however many
 ranks and micro-batches there are. So a run needs no random state to resume: on a CPU it ends with the same
-bits as if it had never been killed. On SIGTERM, SIGINT or SIGUSR1 it finishes its step or abandons its
-evaluation, saves, and exits with status 0.
+bits as if it had never been killed. On SIGTERM, SIGINT or SIGUSR1 it finishes its step or evaluation, saves,
+and exits with status 0.
 """
 
 import math
@@ -27,11 +27,11 @@ from torch.nn.parallel import DistributedDataParallel
 from init import SCHEMES
 from lib import runtime
 from lib.results import commit
-from lib.settings import Command, RunSettings, UserError, at_least, is_first_process, run_script, say
-from model import CHOICES, FIRST_POSITIONS, PRESETS
+from lib.settings import Command, RunSettings, UserError, at_least, rank, run_script, say
+from model import CHOICES, PRESETS
 from sinks import sink_statistics
-from sources import data, origins
-from sources.runs import Run, is_power_of_two
+from sources import data
+from sources.runs import Run, completed, is_power_of_two, new_config, new_model
 from sources.sampling import SampleSettings, generate, sample
 
 SINK_WINDOWS = 100  # how many --track-sinks reads (Gu et al.: 100)
@@ -61,7 +61,7 @@ class Settings(RunSettings):
     global_batch_size: at_least(1) = 32  # sequences in a step, over all ranks
     micro_batch_size: at_least(1) = 32  # sequences in a forward pass
     max_iters: at_least(1) = 600  # steps; the learning rate falls to about a tenth of its peak
-    warmup_iters: at_least(0) = 100  # steps of linear warm-up
+    warmup_iters: at_least(0) | None = None  # steps of linear warm-up; None: a sixth of all, 100 at most
     learning_rate: at_least(1e-12, float) = 1e-3  # peak of the learning rate
     weight_decay: at_least(0, float) = 0.1  # weight decay of matrices; vectors have none
     grad_clip: at_least(1e-12, float) = 1.0  # largest norm of the gradient
@@ -80,16 +80,20 @@ class Settings(RunSettings):
     out: str = "runs/default"  # run folder
 
 
-def train(settings: Settings):
-    """Train, or resume; prints the loss and the time left every --log-every steps."""
-    settings, device, dtype = runtime.start(settings)
+def train(settings: Settings, defaults: Settings | None = None):
+    """Train, or resume; prints the loss and the time left every --log-every steps.
+
+    A setting that equals its default counts as not given. (`run_script` gives the defaults: its config file's,
+    or those of the run to resume.)
+    """
+    settings, device, dtype = runtime.start(completed(settings, defaults or Settings()))
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one per process")
     run = Run(settings.out)
-    with runtime.together(run.lock):
-        origin = runtime.together(origins.chosen, settings, run)  # before any data are prepared
-        tokens = runtime.together(data.open_data, settings, origin is not None)
-        training = runtime.together(Training, settings, run, origin, tokens, device, dtype)
+    with run.lock():
+        config = None if run.has_begun() else new_config(settings)  # UserError before any data are prepared
+        tokens = data.open_data(settings, is_new=config is not None)
+        training = Training(settings, run, config, tokens, device, dtype)
         facts = {"step": training.step, "data set": tokens.meta.fingerprint, "commit": commit()}
         runtime.check_agreement(facts | {"torch": torch.__version__} | asdict(settings))
         training.go_on()
@@ -99,53 +103,52 @@ def train(settings: Settings):
 class Training:
     """A run: its data, its model, its optimizer, and the number of steps done."""
 
-    def __init__(self, settings: Settings, run: Run, origin, tokens, device, dtype):
+    def __init__(self, settings: Settings, run: Run, config, tokens, device, dtype):
         self.settings = settings
         self.run = run
         self.tokens = tokens
         self.device = device
         self.dtype = dtype
-        model, self.step = origins.load_model(settings, run, origin, tokens)
-        model.precompute_rope(max(settings.sequence_length, FIRST_POSITIONS))  # compiled code cannot do it
+        model, self.step = (new_model(settings, config, tokens), 0) if config else run.newest(tokens)
         self.raw_model = model.to(device).train()
         self.optimizer = make_optimizer(model, settings)
-        run.restore(self.optimizer, model, self.step)
+        if self.step > 0:
+            run.restore(self.optimizer, model, self.step)
         self.model = torch.compile(model) if settings.compile else model
         self.step_tokens = settings.global_batch_size * settings.sequence_length
 
     def go_on(self) -> None:
-        """Train until --max-iters or a signal. A step due to be saved and evaluated is saved first."""
+        """Train until --max-iters or a signal; a step is evaluated, then saved."""
         settings, run = self.settings, self.run
         if self.step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {run.folder} is at step {self.step} already")
         if runtime.world_size() > 1:
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
             self.model.broadcast_buffers = False  # they are equal on all ranks; torch warns about the keyword
-        run.begin(settings, self.step, self.tokens)
+        rows = runtime.gathered(run.rows(settings, self.step, self.tokens))[0]  # what rank 0 has
+        if self.is_due() and "val_loss" not in rows[-1]:  # a newborn, or a signal came in between
+            rows[-1] |= self.evaluate()
+        run.begin(settings, rows)
         if not run.has_begun():
             self.save()
-        flops = training_flops(self.raw_model, settings.sequence_length)  # per token
-        peak = runtime.matmul_peak(self.device, self.dtype) / flops  # tokens/s
         with runtime.listening_for_signals() as signals:
-            stopped = self.evaluate_if_due(signals)  # the newborn, or a step saved but not evaluated
+            stopped = False
             while self.step < settings.max_iters and not stopped:
                 row, stopped = self.update(signals)
-                row["mfu"] = row["tokens_per_second"] / peak
+                if self.is_due() and not stopped:
+                    row |= self.evaluate()
                 run.append(row)
                 if self.step % settings.log_every == 0:
                     self.tell(row)
-                is_kept = settings.keep != "last" and is_power_of_two(self.step)
                 is_last = stopped or self.step == settings.max_iters
-                if is_kept or is_last or self.step % settings.save_every == 0:
+                is_kept = settings.keep != "last" and is_power_of_two(self.step)
+                if is_last or is_kept or self.step % settings.save_every == 0:
                     self.save()
-                stopped = stopped or self.evaluate_if_due(signals)
-            if stopped:
-                run.draw_loss()
-                if not run.step_folder(self.step).exists():  # stopped in its evaluation
-                    self.save()
-            hint = "--resume continues, and a larger --max-iters stretches the schedule"
-            say(f"{run.folder} is at step {self.step} of {settings.max_iters}; {hint}")
-            runtime.gathered()  # ranks end together
+                if is_last or "val_loss" in row:
+                    run.draw_loss()
+        hint = "--resume continues, and a larger --max-iters stretches the schedule"
+        say(f"{run.folder} is at step {self.step} of {settings.max_iters}; {hint}")
+        runtime.gathered()  # ranks end together
 
     def update(self, signals):
         """Do one step; returns its row, and whether to stop."""
@@ -169,7 +172,8 @@ class Training:
         sums = runtime.sum_over_ranks(torch.stack([loss, loss.new_tensor(len(signals))]))
         loss, num_signals, grad_norm = torch.cat((sums, norm[None])).tolist()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            raise self.run.diverged(self.step, f"loss {loss}, gradient norm {grad_norm}")
+            hint = "start again from an earlier step with --init-from, or with a lower --learning-rate"
+            raise UserError(f"step {self.step}: loss {loss}, gradient norm {grad_norm}; {hint}")
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
@@ -177,40 +181,34 @@ class Training:
         row = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": grad_norm}
         return row | {"tokens_per_second": speed}, num_signals > 0
 
-    def evaluate_if_due(self, signals):
-        """Log the held-out loss, and sinks if tracked, and print a sample; returns whether to stop."""
-        settings, model = self.settings, self.raw_model
-        if self.step % settings.eval_every != 0 and self.step != settings.max_iters:
-            return False
-        held_out = self.tokens.held_out(settings.eval_sequences, settings.sequence_length)
-        loss = evaluate(model, *held_out, settings.micro_batch_size, self.device, self.dtype, signals)
-        if loss is None:
-            return True
-        if not math.isfinite(loss):
-            raise self.run.diverged(self.step, f"held-out loss {loss}")
-        row = {"step": self.step, "val_loss": loss}
-        if is_first_process():
-            if settings.track_sinks:
-                row["sinks"] = self.sinks(signals)
-            generator = torch.Generator().manual_seed(self.step)
-            text = generate(model, self.tokens.tokenizer, generator, signals=signals)
-        stopped = any(runtime.gathered(len(signals)))  # the same on all ranks
-        if is_first_process() and not stopped:
-            self.run.append(row)
-            self.run.draw_loss()
-            print(f"step {self.step}: held-out loss {loss:.4f}, {text!r}", flush=True)
-        return stopped
+    def is_due(self):
+        """Whether the step is to be evaluated."""
+        return self.step % self.settings.eval_every == 0 or self.step == self.settings.max_iters
 
-    def sinks(self, signals):
+    def evaluate(self):
+        """The held-out loss and, if tracked, sinks, as columns; prints a sample."""
+        settings, model = self.settings, self.raw_model
+        held_out = self.tokens.held_out(settings.eval_sequences, settings.sequence_length)
+        loss = mean_loss(model, *held_out, settings.micro_batch_size, self.device, self.dtype)
+        if not math.isfinite(loss):
+            raise UserError(f"step {self.step}: held-out loss {loss}; try a lower --learning-rate")
+        row = {"val_loss": loss}
+        if rank() == 0:
+            if settings.track_sinks:
+                row["sinks"] = self.sinks()
+            text = generate(model, self.tokens.tokenizer, torch.Generator().manual_seed(self.step))
+            print(f"step {self.step}: held-out loss {loss:.4f}, {text!r}", flush=True)
+        return row
+
+    def sinks(self):
         """Rows for each length: held-out windows as they are and, if there is a BOS, with BOS first."""
         lengths = [self.settings.sequence_length]
         while lengths[-1] >= 64:
             lengths.append(lengths[-1] // 2)
         rows = []
         for bos_first in (False, True) if self.tokens.tokenizer.bos is not None else (False,):
-            tokens = data.TokenData(self.tokens.folder, bos_first)
-            windows, _ = tokens.held_out(SINK_WINDOWS, lengths[0])  # (n, T)
-            for T in lengths if not signals else ():
+            windows, _ = data.TokenData(self.tokens.folder, bos_first).held_out(SINK_WINDOWS, lengths[0])
+            for T in lengths:
                 found, alpha = sink_statistics(self.raw_model, windows[:, :T].to(self.device))
                 row = {"sequence_length": T, "bos_first": bos_first}
                 row |= {name: found[name] for name in ("sink_rate", "constant_alpha")}
@@ -225,15 +223,14 @@ class Training:
         speed = row["tokens_per_second"]
         last = self.settings.max_iters
         left = timedelta(seconds=round((last - self.step) * self.step_tokens / speed))
-        text = f"step {self.step}/{last}  loss {row['loss']:.4f}  {speed:,.0f} tokens/s"
-        say(f"{text}  MFU {100 * row['mfu']:.1f} %  {left} left")
+        say(f"step {self.step}/{last}  loss {row['loss']:.4f}  {speed:,.0f} tokens/s  {left} left")
 
 
 def learning_rate(step, settings: Settings):
     """Learning rate of step 0, 1, ...: a linear warm-up, then a cosine to a tenth of the peak (BB B.4)."""
     if step < settings.warmup_iters:
         return settings.learning_rate * (step + 1) / settings.warmup_iters
-    done = (step - settings.warmup_iters) / max(1, settings.max_iters - settings.warmup_iters)
+    done = (step - settings.warmup_iters) / (settings.max_iters - settings.warmup_iters)
     cosine = math.cos(math.pi * done)  # from 1 to -1
     return settings.learning_rate * (0.1 + 0.45 * (1 + cosine))
 
@@ -251,17 +248,12 @@ def loss_sum(model, inputs, targets, device, dtype):
 
 
 @torch.no_grad()
-def evaluate(model, inputs, targets, batch_size, device, dtype, signals=()):
-    """Mean loss of windows (n, T), in nats/token; ranks share the work; None if a rank got a signal."""
-    sums = torch.zeros(2, dtype=torch.float64, device=device)  # of losses, and of signals
+def mean_loss(model, inputs, targets, batch_size, device, dtype):
+    """Mean loss of windows (n, T), in nats/token; ranks share the work."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for part in micro_batches(len(inputs), batch_size):
-        if not signals:
-            sums[0] += loss_sum(model, inputs[part], targets[part], device, dtype)
-    sums[1] = len(signals)
-    total, num_signals = runtime.sum_over_ranks(sums).tolist()
-    if num_signals > 0:
-        return None
-    return total / inputs.numel()
+        total += loss_sum(model, inputs[part], targets[part], device, dtype)
+    return runtime.sum_over_ranks(total).item() / inputs.numel()
 
 
 def make_optimizer(model, settings: Settings):
@@ -273,17 +265,13 @@ def make_optimizer(model, settings: Settings):
     return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
 
 
-def training_flops(model, T):
-    """FLOPs per token of a training step: six per matrix-product weight, plus those of causal attention."""
-    config = model.config
-    weights = config.vocab_size * config.d_model  # the head's; an embedding look-up costs no FLOPs
-    weights += sum(parameter.numel() for parameter in model.model.layers.parameters() if parameter.ndim > 1)
-    attention = config.num_layers * config.num_heads * config.head_size * (T + 1)
-    return 6 * (weights + attention)
+def begun(settings: Settings):
+    """The settings of the run to resume, if any: defaults for the flags of its command line."""
+    return Run(settings.out).settings(Settings) if settings.resume else None
 
 
 COMMANDS = {
-    "": Command(train, Settings(), origins.completed),
+    "": Command(train, Settings(), begun),
     "sample": Command(sample, SampleSettings()),
 }
 

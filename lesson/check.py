@@ -27,10 +27,10 @@ from init import newborn
 from lib.files import read_json
 from lib.settings import Command, UserError, run_script
 from measure.attention import attention_to
-from measure.cosines import pairwise_cosine
 from measure.theory import hermite_kernel
 from measure.units import zero_units
 from model import PRESETS
+from probe import pairwise_cosine
 from sources import checkpoint
 from sources.inputs import TextSettings, random_tokens, read_tokens
 

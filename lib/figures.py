@@ -2,7 +2,6 @@
 
 import math
 import textwrap
-import warnings
 
 import numpy as np
 from matplotlib import cycler, rcParams
@@ -40,8 +39,7 @@ def save_figure(figure, path, legend=None) -> None:
             low, high = axis.get_view_interval()
             subs = (1, 2, 5) if high < 1e5 * low else (1,)  # matplotlib drops all if there are many
             axis.set(major_locator=LogLocator(subs=subs), major_formatter="{x:g}", minor_formatter="")
-    with atomic_file(path) as temporary, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing from")  # missing in every font: a box is drawn
+    with atomic_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
 
 
@@ -134,122 +132,3 @@ def draw_counts(axes, percent, counts, uniform, label) -> None:
     axes.vlines(numbers, 0, percent * counts.numpy()[numbers], color=BLUE, lw=1)
     axes.axhline(percent * uniform[0], ls="--", color=VERMILION)
     axes.set(xlabel=label, xlim=(0, len(counts)), ylim=(0, None))
-
-
-LINKS = {  # SO's chain from averaging to the sink
-    "std": "std of aggregated values by position, layer 1",
-    "norm": "norm of the stream",
-    "disparity": "largest / mean |dimension| of it",
-    "value_norm": "norm of values",
-    "key_alignment": "alignment of keys (1: all alike)",
-    "alpha": "attention to the position",
-}
-
-
-def draw_heads(path, title, maps, columns) -> None:
-    """Draw attention by layer and head: `maps` has each panel's title and attention (L, H)."""
-    figure, grid = new_figure(title, len(maps) // columns, columns, height=3)
-    for axes, (name, alpha) in zip(grid.flat, maps):
-        alpha = np.array(alpha).T
-        extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
-        image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
-        axes.set(xlabel="attention layer", ylabel="head", title=name)
-        axes.title.set_fontsize(10)
-        axes.locator_params(integer=True, min_n_ticks=1)
-    figure.colorbar(image, ax=grid, label="mean attention")
-    save_figure(figure, path)
-
-
-def draw_chain(path, rows) -> None:
-    """Draw the links of SO's chain, a colour per model, from rows by layer and position."""
-    question = "What singles position 1 out, layer by layer? (dotted: median of the other positions)"
-    figure, grid = new_figure(question, 2, 3, height=3)
-    for axes, (key, title) in zip(grid.flat, LINKS.items()):
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel("position" if key == "std" else "layer")
-        axes.set_yscale("linear" if key in ("key_alignment", "alpha") else "log")
-        for label, points in lines_of(rows, "checkpoint"):
-            link = np.array([point[key] for point in points])
-            link = link.reshape(points[-1]["layer"], -1)  # (L, T)
-            if key == "std":
-                axes.loglog(range(1, link.shape[1] + 1), link[0], label=label)
-                continue
-            layers = range(1, len(link) + 1)
-            (line,) = axes.plot(layers, link[:, 0], "o-", ms=3)
-            axes.plot(layers, np.median(link[:, 1:], axis=1), ":", color=line.get_color())
-    save_figure(figure, path, grid[0, 0])
-
-
-def draw_transplants(path, rows, layers) -> None:
-    """Draw the largest activation of the stream by layer, a panel per model, with and without constants."""
-    kinds = ("unchanged", "moved", "moved, builders at zero")
-    layers = [layer for layer in layers if layer["sequence_length"] == rows[0]["sequence_length"]]
-    points = [layer for layer in layers if layer["kind"] in kinds]
-    question = "Is anything massive left where the sink moves onto a constant?"
-    keys = {"x": "layer", "y": "largest", "series": "kind", "panel": "checkpoint", "style": ".-"}
-    curves(points, path, question, **keys, log="y", ylabel="largest |number| of the stream")
-
-
-def lineage_figure(path, base, rows, details) -> None:
-    """Draw the share of matched neurons in each suspect's layers, and which layers of the base they match."""
-    title = f"Which of each suspect's layers are those of {short_names([base])[0]}?"
-    figure, grid = new_figure(title, len(rows), 2, width=5.6, height=2.4)
-    names = short_names([row["suspect"] for row in rows])
-    for (units, layer_map), name, row, detail in zip(grid, names, rows, details):
-        units.set_title(f"{name}: {row['verdict']}", loc="left", fontsize=10, fontweight="bold")
-        keys = ("share", "r", "by_chance", "units")
-        columns = [[layer[key] for layer in detail["layers"]] for key in keys]
-        share, r, by_chance, num_units = np.array(columns, float)  # None, a gap, for a layer without neurons
-        places = range(1, len(share) + 1)
-        units.plot(places, 100 * share, "o-", label="matched")
-        units.plot(places, 100 * r, ".:", label="strength r, in %")
-        chance = 100 * by_chance / np.maximum(1, num_units)
-        units.plot(places, chance, "x--", color="black", label="by chance: tokens permuted")
-        units.set(ylim=(-5, 105), xlabel="MLP of the suspect", ylabel="% of units")
-        units.legend(frameon=False, fontsize=9)
-        if detail["layer_map"]:
-            shares = 100 * np.array(detail["layer_map"]["share"])
-            extent = (0.5, shares.shape[1] + 0.5, 0.5, shares.shape[0] + 0.5)
-            image = layer_map.imshow(shares, "cividis", vmin=0, vmax=100, origin="lower", extent=extent)
-            layer_map.set(xlabel="MLP of the suspect", ylabel="MLP of the base", aspect="auto")
-            figure.colorbar(image, ax=layer_map, label="% matched")
-    save_figure(figure, path)
-
-
-def family_tree(path, names, closeness, label, left_out, marked) -> None:
-    """Draw models as a tree and a heat map of `closeness` (n, n); `marked` pairs (n, n) get a circle."""
-    from scipy.cluster.hierarchy import dendrogram, linkage  # half a second to import
-    from scipy.spatial.distance import squareform
-
-    count = len(names)
-    size = (2.5 + 0.45 * count, 2 + 0.55 * count)
-    figure, ((tree, heat),) = new_figure("Which models are of one birth?", 1, 2, *size, width_ratios=(1, 2))
-    order = [i for i in range(count) if names[i] not in left_out]
-    if len(order) > 1:
-        distances = squareform(1 - np.clip(closeness[np.ix_(order, order)], 0, 1), checks=False)
-        leaves = dendrogram(linkage(distances, "average"), ax=tree, orientation="left")["leaves"]
-        order = [order[leaf] for leaf in leaves]
-    tree.set(xlabel="distance", title="family tree", yticks=[], ylim=(0, 10 * count))
-    shown = np.full((count, count), np.nan)
-    shown[: len(order), : len(order)] = closeness[np.ix_(order, order)]
-    order += [i for i in range(count) if i not in order]
-    heat.set_facecolor("lightgrey")
-    image = heat.imshow(shown, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
-    heat.scatter(*np.nonzero(marked[np.ix_(order, order)]), edgecolors="white", facecolors="none")
-    labels = [short_names(names)[i] for i in order]
-    heat.set_xticks(range(count), labels, rotation=40, ha="right", fontsize=8)
-    heat.set_yticks(range(count), labels, fontsize=8)
-    figure.colorbar(image, label=label)
-    save_figure(figure, path)
-
-
-def draw_persistence(path, rows) -> None:
-    """Draw Kendall's tau with the initialization by step, and with a stranger's."""
-    taus = []
-    for row in rows[1:]:  # a logarithmic axis has no step 0
-        for model, who in (("its own birth", ""), ("another birth", "stranger_")):
-            spread = {"tau": row[f"{who}mean_tau"], "std": row[f"{who}std_tau"]}
-            taus.append(spread | {"step": row["step"], "model": model, "zero": 0.0})
-    question = "How long does a model rank inputs as at its birth? (shaded: std of dimensions)"
-    keys = {"x": "step", "y": "tau", "series": "model", "band": "std", "theories": {"zero": "no relation"}}
-    curves(taus, path, question, **keys, log="x", ylabel="Kendall's tau with birth")

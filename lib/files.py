@@ -1,48 +1,59 @@
-"""Read and write files that are never half there, and never hang us or fill the memory."""
+"""Read and write files that are never half there."""
 
 import contextlib
 import glob
 import hashlib
 import json
-import math
 import os
 import shutil
-import tempfile
 
 from safetensors import SafetensorError
 
 from lib.settings import UserError
 
-LARGEST = 2**25  # bytes of a file that is read whole; an index of 100,000 tensors has a third
-LARGEST_TOKENIZER = 2**26  # bytes; Gemma's has half
+GIT_LFS = b"version https://git-lfs"  # a pointer begins with
 
 
-def check_regular(path, largest=math.inf) -> None:
-    """UserError unless a path is, or links to, a readable regular file of at most `largest` bytes."""
+def check_regular(path) -> None:
+    """UserError unless a path is, or links to, a readable regular file."""
     if not os.path.exists(path):
         raise UserError(f"{path} is missing")
     if not (os.path.isfile(path) and os.access(path, os.R_OK)):
         raise UserError(f"cannot read {path}: not a regular file, or no permission")
-    size = os.path.getsize(path)
-    if size > largest:
-        raise UserError(f"cannot read {path}: it has {size:,} bytes, expected {largest:,} at most")
 
 
-def read_bytes(path, largest=LARGEST):
-    """The bytes of a regular file; UserError if it is none, too large or not readable."""
-    check_regular(path, largest)
+def read_bytes(path):
+    """The bytes of a regular file."""
+    check_regular(path)
     return path.read_bytes()
 
 
-def read_json(path, largest=LARGEST):
+def read_json(path):
     """The JSON object in a file, a dictionary; UserError for anything else."""
     try:
-        values = json.loads(read_bytes(path, largest))
+        values = json.loads(read_bytes(path))
     except (ValueError, RecursionError) as error:
         raise UserError(f"cannot read {path}: {type(error).__name__}: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"cannot read {path}: expected a JSON object")
     return values
+
+
+@contextlib.contextmanager
+def as_user_error(path):
+    """UserError for whatever a library raises when it reads a file: a damaged one may fail in any way."""
+    try:
+        yield
+    except (UserError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # panics of Rust are no Exception
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        remedy = "if it is damaged, download it again"
+        if os.path.isfile(path) and open(path, "rb").read(len(GIT_LFS)) == GIT_LFS:
+            remedy = "it is a git-LFS pointer, not the file itself: run `git lfs pull`"
+        elif type(error).__name__ == "UnpicklingError":
+            remedy = "if it has more than tensors and plain values, save its tensors alone, where it was made"
+        raise UserError(f"cannot read {path}: {reason}; {remedy}") from None
 
 
 def sha256(path):
@@ -55,13 +66,12 @@ def sha256(path):
 @contextlib.contextmanager
 def atomic_file(path):
     """A context with a temporary path that replaces `path` at the end; on failure `path` stays as it was."""
-    host = os.uname().nodename
-    temporary = path.with_name(f".{path.name}.{host}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        for left in path.parent.glob(f".{glob.escape(path.name)}.{host}.*.tmp"):
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
             process = left.name.split(".")[-2]
-            if left == temporary or not os.path.exists(f"/proc/{process}"):
-                remove(left)  # a killed process left it; it may have had our number
+            if left == temporary or not os.path.exists(f"/proc/{process}"):  # it was killed
+                remove(left)
         yield temporary
         if path.is_dir():  # os.replace does not replace one
             remove(path)
@@ -86,14 +96,8 @@ def atomic_folder(path):
 def remove(path) -> None:
     """Remove a file or folder if it exists; a folder is renamed first, so nobody sees half of it."""
     if path.is_dir() and not path.is_symlink():
-        doomed = tempfile.mkdtemp(".tmp", ".", path.parent)
+        doomed = path.with_name(f".{path.name}.{os.getpid()}.removed.tmp")
         os.rename(path, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
-    elif path.exists():
-        path.unlink()
-
-
-def remove_leftovers(folder) -> None:
-    """Remove what killed processes left unfinished in a folder of ours."""
-    for leftover in folder.glob(".*.tmp"):
-        remove(leftover)
+        shutil.rmtree(doomed)
+    else:
+        path.unlink(missing_ok=True)

@@ -8,9 +8,7 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import platform
-import re
 import subprocess
 import time
 from collections import defaultdict
@@ -21,8 +19,8 @@ import torch
 from scipy.special import stdtrit  # scipy.stats takes a second to import
 
 from lib.files import atomic_file
-from lib.runtime import rank, start, world_size
-from lib.settings import RunSettings, UserError
+from lib.runtime import start, world_size
+from lib.settings import RunSettings, UserError, rank
 
 ROOT = Path(__file__).parent.parent
 HUB_COMMITS = {}  # the commit of each Hub name that this process read
@@ -31,29 +29,22 @@ HUB_COMMITS = {}  # the commit of each Hub name that this process read
 class Experiment:
     """An experiment, from its start to its JSON."""
 
-    @classmethod
-    def begin(cls, name, paper, settings: RunSettings):
+    def __init__(self, name, paper, settings: RunSettings):
         """Join torchrun's processes, choose device and dtype, make the folder --out, start the clock."""
-        return cls(name, paper, *start(settings))
-
-    def __init__(self, name, paper, settings: RunSettings, device, dtype):
         self.name = name
         self.paper = paper
-        self.settings = settings
-        self.device = device
-        self.dtype = dtype
+        self.settings, self.device, self.dtype = start(settings)
         self.folder = Path(settings.out)
-        self.environment = environment(self.device, self.dtype)
         self.begun = time.perf_counter()
 
     def save(self, rows, columns=(), shown=None, **more):
         """Write the JSON and print `columns` of the rows `shown` (default: all); returns the result."""
-        self.environment["seconds"] = round(time.perf_counter() - self.begun, 2)
+        seconds = round(time.perf_counter() - self.begun, 2)
         result = {
             "experiment": self.name,
             "paper": self.paper,
             "settings": dataclasses.asdict(self.settings),
-            "environment": self.environment,
+            "environment": environment(self.device, self.dtype) | {"seconds": seconds},
             "rows": rows,
             **more,
         }
@@ -68,21 +59,17 @@ class Experiment:
 
 def environment(device, dtype):
     """What made a result: versions, device, commits, threads and processes."""
-    name = platform.machine()
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    elif os.path.exists("/proc/cpuinfo"):  # where Linux names the processor
-        name = re.findall("model name.*: (.*)", Path("/proc/cpuinfo").read_text() + f"model name: {name}")[0]
+    is_gpu = device.type == "cuda"
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "dtype": str(dtype).removeprefix("torch."),
-        "device": name,
+        "device": torch.cuda.get_device_name(device) if is_gpu else platform.machine(),
         "commit": commit(),
         "threads": torch.get_num_threads(),
         "processes": world_size(),
-        "hub": HUB_COMMITS,  # filled while models are read
+        "hub": HUB_COMMITS,
     }
 
 
@@ -112,10 +99,9 @@ def print_rows(rows, columns=()) -> None:
     present = dict.fromkeys(name for row in rows for name in row)
     names = [name for name in columns or present if name in present]
     count = len(rows)
-    for along in ("layer", "position"):
-        if along in names:
-            last = max(row[along] for row in rows)
-            rows = [row for row in rows if row[along] & (row[along] - 1) == 0 or row[along] == last]
+    for along in {"layer", "position"} & set(names):
+        last = max(row[along] for row in rows)
+        rows = [row for row in rows if row[along] & (row[along] - 1) == 0 or row[along] == last]
     lines = [names]
     for row in rows:
         values = [row.get(name) for name in names]
@@ -147,6 +133,5 @@ def interval(values, name="mean", least=-math.inf, largest=math.inf):
     """The mean of n > 1 independent values as `name`, and its 95 % interval `low`, `high` (Student's t)."""
     values = np.asarray(values, np.float64)
     mean = values.mean()
-    spread = values.std(ddof=1)
-    half = stdtrit(len(values) - 1, 0.975) * spread / len(values) ** 0.5
+    half = stdtrit(len(values) - 1, 0.975) * values.std(ddof=1) / len(values) ** 0.5
     return {name: mean, "low": max(least, mean - half), "high": min(largest, mean + half)}

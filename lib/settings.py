@@ -7,36 +7,20 @@ A script describes its settings once, in a dataclass. tyro makes the flags and `
     python seedprint.py compare --help              # positional models, flags, units, defaults
 """
 
-import contextlib
 import dataclasses
 import difflib
 import inspect
-import itertools
 import os
 import runpy
 import sys
 import types
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 import torch.distributed as dist
 import tyro
-
-CONFIG_HELP = "\n\nA CONFIG.py before the flags has lines NAME = VALUE."
-MEETING = timedelta(minutes=10)  # how long ranks wait for a rank that has not started
-LESS = "out of memory: try a smaller --micro-batch-size or --batch-size"
-REMEDIES = {  # for failures of the machine: words of the error, and what to do
-    "MemoryError": LESS,
-    "t allocate memory": LESS,
-    "C++ compiler": "no working C++ compiler: --no-compile needs none",
-    "C compiler": "no working C compiler: --no-compile needs none",
-    "Broken pipe": "stdout was closed too early: redirect it to a file",
-    "No space left": "the disk of stdout or of a file is full",
-    "wait timeout": "a rank did not start: see its own output",
-}
 
 
 class UserError(Exception):
@@ -48,8 +32,7 @@ class Command(NamedTuple):
 
     function: Callable
     defaults: object  # the settings of an empty command line
-    complete: Callable | None = None  # (settings, names from flags, from files) -> settings
-    has_config: bool = True  # a word ending in .py before the flags is a config file
+    resumed: Callable | None = None  # of train.py: settings -> those of the run that they resume, or None
 
 
 @dataclasses.dataclass
@@ -86,71 +69,70 @@ def check_choice(name, choices, what) -> None:
 
 
 def read_command(commands, words, document):
-    """The function and settings that a command line asks for; `document` is the script's docstring."""
+    """The function that a command line asks for, and its arguments; `document` is the script's docstring."""
     subcommands = [name for name in commands if name]
     name = ""
     if words and words[0] in subcommands:
         name, *words = words
         document = commands[name].function.__doc__
-    elif subcommands and words[:1] in (["-h"], ["--help"]):
-        lines = [document.strip(), "", "subcommands (each has its own --help):"]
-        for subcommand in subcommands:
-            lines.append(f"  {subcommand:12} {commands[subcommand].function.__doc__.splitlines()[0]}")
-        document = "\n".join(lines)
-        if "" not in commands:
+    elif subcommands:
+        firsts = [f"  {each:12} {commands[each].function.__doc__.splitlines()[0]}" for each in subcommands]
+        document = "\n".join([document.strip(), "", "subcommands (each has its own --help):", *firsts])
+        if "" not in commands and words[:1] in (["-h"], ["--help"]):
             print(document)
             sys.exit(0)
-    elif words and not os.path.exists(words[0]) and closest(words[0], subcommands):
-        check_choice(words[0], subcommands, "subcommand")
+        if words and closest(words[0], subcommands):
+            check_choice(words[0], subcommands, "subcommand")
     if name not in commands:
         raise UserError(f"name a subcommand: {', '.join(subcommands)}")
     command = commands[name]
-    flags = [word.split("=")[0] for word in words if word.startswith("--")]
-    settings, in_files = read_settings(command.defaults, words, document, name, command.has_config)
-    if command.complete is not None:
-        given = [flag[2:].replace("-", "_") for flag in flags]
-        settings = command.complete(settings, {name.removeprefix("no_") for name in given}, in_files)
-    return command.function, settings
+    if command.resumed is None:
+        return command.function, read_flags(command.defaults, words, document, name)
+    defaults, flags = read_config(command.defaults, words)
+    settings = read_flags(defaults, flags, document)
+    begun = command.resumed(settings)
+    if begun is not None:  # the same words, with other defaults
+        defaults = begun
+        settings = read_flags(read_config(begun, words)[0], flags, document)
+    return command.function, settings, defaults
 
 
-def read_settings(defaults, words, document, subcommand="", has_config=True):
-    """Settings from `defaults`, overridden by config files, then by flags; and the names in the files."""
-    before_flags = list(itertools.takewhile(lambda word: not word.startswith("-"), words))
-    positional = []
-    in_files = set()
-    for word in before_flags:
-        if has_config and word.endswith(".py"):
-            defaults, names = read_config_file(word, defaults)
-            in_files |= names
-        else:
-            positional.append(word)
+def read_config(defaults, words):
+    """`defaults` as the config file that words may begin with changes them; and the other words."""
+    if words and words[0].endswith(".py"):
+        return read_config_file(words[0], defaults), words[1:]
+    return defaults, words
+
+
+def read_flags(defaults, words, document, name=""):
+    """Settings from `defaults`, overridden by flags."""
     settings = tyro.cli(
         type(defaults),
-        args=positional + words[len(before_flags) :],
+        args=words,
         default=defaults,
-        prog=f"{Path(sys.argv[0]).name} {subcommand}".strip(),
-        description=inspect.cleandoc(document) + (CONFIG_HELP if has_config else ""),
-        console_outputs=is_first_process(),
+        prog=f"{Path(sys.argv[0]).name} {name}".strip(),
+        description=inspect.cleandoc(document),
+        console_outputs=rank() == 0,
     )
     for field in dataclasses.fields(settings):
         if getattr(settings, field.name) == () and field.default != ():
             raise UserError(f"{field.name}: expected one value or more")
-    return from_values(type(settings), vars(settings), "command line"), in_files
+    return from_values(type(settings), vars(settings), "command line")
 
 
 def read_config_file(path, defaults):
-    """`defaults` with the settings of a config file; and the names that the file sets."""
+    """`defaults` with the settings of a config file, Python lines NAME = VALUE."""
     if not os.path.exists(path):
         check_choice(path, [str(file) for file in Path(path).parent.glob("*.py")], "config file")
     try:
         names = runpy.run_path(path)
     except Exception as error:  # the file is the user's own code, and may fail in any way
         raise UserError(f"cannot run config file {path!r}: {type(error).__name__}: {error}") from None
-    values = {}
+    values = vars(defaults).copy()
     for name, value in names.items():
         if not name.startswith("_") and not isinstance(value, types.ModuleType):
             values[name] = value
-    return from_values(type(defaults), vars(defaults) | values, path), values.keys()
+    return from_values(type(defaults), values, path)
 
 
 def from_values(kind, values, place):
@@ -164,65 +146,29 @@ def from_values(kind, values, place):
         raise UserError(f"{place}: {error}") from None
 
 
-def is_first_process():
-    """Whether this process prints and writes: rank 0 under torchrun."""
-    return os.environ.get("RANK", "0") == "0" or not dist.is_torchelastic_launched()
+def rank():
+    """This process's number among torchrun's; 0 without it. Number 0 prints and writes."""
+    return int(os.environ["RANK"]) if dist.is_torchelastic_launched() else 0
 
 
 def say(text) -> None:
     """Print a line from the first process, at once."""
-    if is_first_process():
+    if rank() == 0:
         print(text, flush=True)
-
-
-def meet(mistake=""):
-    """Wait for torchrun's ranks; returns store, rank, size. UserError if any rank reports a mistake."""
-    store, rank, size = next(dist.rendezvous("env://", timeout=MEETING))
-    if os.environ.get("GROUP_WORLD_SIZE") == "1":  # several machines count restarts separately
-        store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
-    store.set(f"mistake {rank}", mistake)
-    raise_first(store.get(f"mistake {other}").decode() for other in range(size))
-    return store, rank, size
-
-
-def raise_first(mistakes) -> None:
-    """UserError for the first rank with a mistake that is not empty."""
-    for rank, mistake in enumerate(mistakes):
-        if mistake:
-            raise UserError(f"rank {rank}: {mistake}" if rank else mistake)
-
-
-def mistake_in(error):
-    """The message for a user's mistake or a failing machine; "" for a bug of ours."""
-    if isinstance(error, UserError):
-        return str(error)
-    text = f"{type(error).__name__}: {error}".strip()
-    remedies = [f"{remedy} ({text.splitlines()[-1]})" for part, remedy in REMEDIES.items() if part in text]
-    return "".join(remedies[:1])
 
 
 def run_script(commands, document) -> None:
     """Run the command line. Exit status: 0; 2 with one line for a user's mistake; 1 for anything else."""
     script = Path(sys.argv[0]).name
+    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # also into a pipe
     try:
-        if sys.stdout is None:
-            raise UserError("stdout is closed: redirect it, for example to > log.txt")
-        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # also into a pipe
-        function, settings = read_command(commands, sys.argv[1:], document)
+        function, *arguments = read_command(commands, sys.argv[1:], document)
         say(f"{script}: {function.__doc__.splitlines()[0]}")
-        function(settings)
-    except Exception as error:
-        mistake = mistake_in(error)
-        if not mistake:
-            raise
-        if dist.is_torchelastic_launched() and not dist.is_initialized():  # the others wait for this rank
-            with contextlib.suppress(UserError, RuntimeError, ValueError):
-                meet(mistake)
-        if is_first_process():
-            line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in mistake[:1000])
-            print(f"{script}: {line}", file=sys.stderr)
-        if isinstance(error, OSError):  # discard what stdout still holds
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        function(*arguments)
+    except UserError as error:
+        where = f"{script}: rank {rank()}" if rank() else script
+        line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(error))
+        print(f"{where}: {line}", file=sys.stderr)
         sys.exit(2)
     finally:
         if dist.is_initialized():

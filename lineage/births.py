@@ -17,6 +17,7 @@ from lib.settings import UserError
 from lineage.settings import IdentifySettings
 from lineage.table import CHANCE_LOG10_P
 from sources.checkpoint import parse_spec
+from strangers.formats import open_spec
 
 IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix that `identify` draws for each candidate,
 FIRST_NUMBERS = 65_536  # up to this many numbers
@@ -33,10 +34,10 @@ def identify(settings: IdentifySettings):
     first, last = settings.seeds
     if not 0 <= first <= last:
         raise UserError(f"--seeds {first} {last}: expected FIRST LAST")
-    source = parse_spec(settings.models[0], in_parts=True).open()
+    source = open_spec(parse_spec(settings.models[0], in_parts=True))
     if IDENTIFIED not in source.shapes:
         raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, which shows the seed")
-    experiment = Experiment.begin("identify", "ours", settings)
+    experiment = Experiment("identify", "ours", settings)
     candidates = range(first, last + 1)
     rows = closest_births(source, candidates)
     answer, shown = None, rows[:1]

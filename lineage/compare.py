@@ -1,17 +1,30 @@
-"""Are two models of one birth? Read both, match each layer, fill the table, judge it, say why. (ours)"""
+"""Are two models of one birth? Read both, match each layer, fill the table, judge it, say why. (ours)
+
+A neuron is a hidden unit of an MLP. A row gives how many were matched (`units_found` of `units`), the median
+correlation of the matches (`r`), and how far they moved (`distance`: 0 for a copy, 1 for an unrelated model).
+`body_z` and `embedding_z` are z-scores: how much better the weights' coordinates agree than if permuted.
+`lineage/table.py` has the rules for the verdict.
+"""
 
 import functools
 import itertools
 from dataclasses import dataclass
 
-from lineage.evidence import diagonal_test, equal_parts, look, weight_correlations, why_bare
+from lib.results import Experiment
+from lib.runtime import progress, rank
+from lib.settings import UserError
+from lineage.evidence import diagonal_test, equal_parts, look, parts_looked_at, weight_correlations, why_bare
+from lineage.family import draw_family, lineage_figure
 from lineage.layout import find_stacks
 from lineage.match import expect_units, likeliest_way, match_stacks
 from lineage.settings import CompareSettings
 from lineage.table import Pair, fill, judge_models, judge_stacks, language_models, why_units_cannot_tell
-from lineage.verdict import explain
+from lineage.verdict import explain, unread_row
 from lineage.views import hidden_units
-from sources.formats import token_ids
+from sources.checkpoint import parse_spec
+from strangers.formats import open_spec, token_ids
+
+VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
 
 
 @dataclass
@@ -98,3 +111,60 @@ def compare_units(pair, base, suspect, settings):
     pair.lack = why_units_cannot_tell(pair, "" if way else lack)
     if pair.lack and not pair.is_whole:
         compare_weights(pair, settings, True)
+
+
+def compare(settings: CompareSettings):
+    """Does each suspect share its initialization with the base? Takes 20 s for a pair of 135M parameters.
+
+    A suspect that cannot be read gets the verdict `not read`; the others are compared; the exit status is 2.
+    """
+    base_name, *names = check_several(settings.models)
+    base = open_model(base_name, settings)
+    experiment = Experiment("compare", "BB 6.1", settings)
+    rows, details, unread = [], [], []
+    for name in progress(names, desc="suspects"):
+        try:
+            row, detail = compare_models(base, open_model(name, settings), settings)
+        except UserError as error:
+            row, detail = unread_row(error)
+            unread.append(error)
+        rows.append({"base": base_name, "suspect": name} | row)
+        details.append(detail)
+    if len(unread) == len(names):
+        raise unread[0]
+    more = {key: [detail[key] for detail in details] for key in ("layers", "layer_map")}
+    result = experiment.save(rows, VERDICT_COLUMNS, **more)
+    if rank() == 0:
+        for row in rows:
+            print(f"{row['suspect']}: {row['verdict']}: {row['sentence']}")
+    lineage_figure(experiment.folder / "compare.png", base_name, rows, details)
+    if unread:
+        raise UserError(f"{len(unread)} of {len(names)} suspects not read: {unread[0]}")
+    return result
+
+
+def matrix(settings: CompareSettings):
+    """Which of several models share an initialization? All pairs, heat map, family tree (BB Table 4)."""
+    models = [open_model(name, settings) for name in check_several(settings.models)]
+    experiment = Experiment("matrix", "BB Table 4", settings)
+    rows = []
+    for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
+        row, _ = compare_models(a, b, settings)
+        rows.append({"a": a.name, "b": b.name} | row)
+    result = experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
+    draw_family(experiment.folder / "matrix.png", models, rows)
+    return result
+
+
+def check_several(names):
+    """The names; UserError if there are fewer than two."""
+    if len(names) < 2:
+        raise UserError("expected at least 2 models: names on the Hub, folders, files, or PRESET@SEED")
+    return names
+
+
+def open_model(name, settings: CompareSettings):
+    """The Model that a name stands for, of any architecture; UserError if it cannot be read."""
+    source = open_spec(parse_spec(name, settings.init, in_parts=True), any_architecture=True)
+    source.expect((name, part) for name, shape in source.shapes.items() for part in parts_looked_at(shape))
+    return read_model(name, source)

@@ -24,8 +24,8 @@ from lib.random import keyed_generator
 from lib.settings import Command, OutputSettings, UserError, run_script
 from model import GATED, Transformer
 from sources import checkpoint
-from sources.formats import HEAD, TOKEN_TABLE
 from sources.tokenizers import load_tokenizer
+from strangers.formats import HEAD, TOKEN_TABLE, open_spec
 
 AXES = {  # what a matrix has along its rows and columns; a bias has the first of them
     "embed_tokens": ("tokens", "stream"),
@@ -166,7 +166,6 @@ def save(folder, source, tokenizer=None) -> None:
     """Write a checkpoint of ours as a folder."""
     model = Transformer(source.config)
     model.load_state_dict(weights_of(source))
-    model.precompute_rope()
     checkpoint.save(Path(folder), model, tokenizer=tokenizer)
 
 
@@ -176,7 +175,7 @@ def disguise(settings: Settings) -> None:
         raise UserError(f"'{settings.out}' is there already: give another --out")
     spec = checkpoint.parse_spec(settings.model)
     tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None
-    save(settings.out, disguised(spec.open(), settings.transforms), tokenizer)
+    save(settings.out, disguised(open_spec(spec), settings.transforms), tokenizer)
     print(f"{settings.out} computes what {spec.label} does, disguised; compare them:")
     print(shlex.join(["python", "seedprint.py", "compare", spec.label, settings.out]))
 

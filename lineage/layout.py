@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lib.settings import UserError
 from lineage.table import A_TENTH, DEEP, LATE
-from sources.formats import packed_error
+from strangers.formats import packed_error
 
 NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name: of a layer, an expert, a codebook
 LAYERS = r"(?:^|[._/])(?:layers?|h|blocks?)[._/]?"  # what a single layer is called

@@ -15,9 +15,9 @@ from lib.random import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
 from lineage.layout import TRIED
+from lineage.matching import matched_units, mutual_neighbours
 from lineage.table import BASE_R, DEEP, FEWEST_TOKENS, FEWEST_UNITS, HALF, Match, Row, distinct, mark_units
 from lineage.views import MOST_TOKENS, Units, cross_products, evenly_spaced, in_turns, living_units, whitener
-from measure.matching import matched_units, mutual_neighbours
 
 MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most: of DEEP layers; of more fewer,
 TRIAL_UNITS = 64  # but so many at least; and by so many ways to read two models are tried

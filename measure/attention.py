@@ -1,13 +1,13 @@
-"""Where does a model attend, and what singles a position out? (BB 6.2, SO)"""
+"""How much do heads attend to a position, and what is a model with constants in front of it? (BB 6.2, SO)"""
 
 from collections import defaultdict
 
 import torch
-import torch.nn.functional as F
-from scipy.stats import kendalltau
+from safetensors.torch import save_file
 from torch import Tensor
 
 from init import variant
+from lib.files import atomic_file
 from lib.runtime import default_batch_size, progress
 from lib.settings import UserError
 from model import Transformer
@@ -27,11 +27,9 @@ def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=
     return torch.stack(layers, dim=1)
 
 
-def check_seen(model, *parts) -> None:
-    """Raise UserError if a part of a model, such as "units", cannot be seen."""
-    for part in parts:
-        if part in model.lacks:
-            raise UserError(f"its {part} cannot be seen: {model.lacks[part]}")
+def attention_of(model, tokens: Tensor, position=1) -> Tensor:
+    """alpha_k of every head, (n, L, H), for any number of sequences (n, T)."""
+    return torch.cat([attention_to(model, part, (position,))[..., 0] for part in batches(tokens)])
 
 
 def uniform_alpha(T):
@@ -43,6 +41,19 @@ def ratio_of_first(vectors: Tensor) -> Tensor:
     """The norm at position 1 divided by the median norm elsewhere, of vectors (..., T, D)."""
     norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32)
     return norms[..., 0] / norms[..., 1:].median(dim=-1).values
+
+
+def disparity(states: Tensor) -> Tensor:
+    """max |h| / mean |h| over the dimensions of states (..., d) (SO)."""
+    states = states.float().abs()
+    return states.amax(-1) / states.mean(-1)
+
+
+def check_seen(model, *parts) -> None:
+    """Raise UserError if a part of a model, such as "units", cannot be seen."""
+    for part in parts:
+        if part in model.lacks:
+            raise UserError(f"its {part} cannot be seen: {model.lacks[part]}")
 
 
 def batches(tokens: Tensor):
@@ -99,7 +110,7 @@ def with_constants(model, constants, layers=None):
     """
     check_seen(model, "constants")
     if model.config.explicit_sink:
-        raise UserError("the model has an explicit sink, or --constants, already")
+        raise UserError("the model has an explicit sink already")
     constants = {layer: pair for layer, pair in constants.items() if layers is None or layer in layers}
     if not isinstance(model, Transformer):
         return model.with_constants(constants)
@@ -114,106 +125,15 @@ def with_constants(model, constants, layers=None):
     return other
 
 
-class Chain(Means):
-    """The sinks paper's chain, by layer and position; `on_state` and `on_heads` go to `Transformer.hidden`.
+def save_constants(path, constants, **facts) -> None:
+    """Write constants, (G, D) each by layer, as keys.N and values.N, (1, G, 1, D), with `facts` as metadata.
 
-    The chain, as the paper tells it (docs/sinks.md says what holds): a head's output is a mean of values. At
-    position 1 it is a single value, so its `std` over sequences, heads and dimensions is largest. W_O is said
-    to amplify what varies most (`output_tau`; in the models measured it does not, on average). This makes the
-    builders, a few neurons, fire at position 1 alone. They make one dimension of the stream huge (`norm`,
-    `disparity`), and RMSNorm shrinks all others. So first tokens have one key (`key_alignment`) and short
-    values (`value_norm`), and queries find them (`alpha`).
+    That is what a key-value cache of `transformers` holds of one token in layer N, counted from 0;
+    docs/sinks.md has the lines that put them into one.
     """
-
-    def __init__(self, model, num_sequences):
-        super().__init__(num_sequences)
-        self.model = model
-
-    def on_state(self, layer, x) -> None:
-        if layer > 0:  # 0 is the input
-            flat = x.flatten(0, 1).double()  # (B T, d)
-            self.add("norm", layer, x.float().norm(dim=2))  # (T,)
-            self.add("norm_ratio", layer, ratio_of_first(x))
-            self.add("disparity", layer, disparity(x))  # (T,)
-            self.add("state", layer, x.double().mean(1))  # averaged over positions, (d,)
-            self.add("product", layer, (flat.T @ flat)[None] / x.shape[1])  # mean of h h^T, (d, d)
-
-    def on_heads(self, layer, heads, q, k, v, alpha) -> None:
-        self.add_heads(layer, heads, q, k, v, alpha)
-        self.add("value_norm", layer, v.float().norm(dim=3).mean(1))  # (T,)
-        self.add("value_ratio", layer, ratio_of_first(v).mean(1))
-        self.add("key", layer, F.normalize(k.float(), dim=3))  # (G, T, Dh), each divided by its norm
-        self.add("alpha", layer, alpha(range(1, k.shape[2] + 1)).mean(1))  # (T,)
-
-    def links(self, layer):
-        """The links of a layer by name, (T,) each; those of heads are None in a layer without attention.
-
-        `key_alignment` is the norm of the mean unit key: 1 if all keys agree (ours).
-        """
-        links = {name: self.of[name][layer] for name in ("norm", "disparity")}
-        attends = layer in self.of["alpha"]
-        links |= {name: self.of[name][layer] if attends else None for name in ("value_norm", "alpha")}
-        links["std"] = self.std(layer) if attends else None
-        links["key_alignment"] = self.of["key"][layer].norm(dim=2).mean(0) if attends else None
-        return links
-
-    def by_position(self):
-        """A row of links for each layer and position."""
-        rows = []
-        for layer, norms in self.of["norm"].items():
-            links = self.links(layer)
-            for place in range(len(norms)):
-                values = {name: None if link is None else link[place].item() for name, link in links.items()}
-                rows.append({"layer": layer, "position": place + 1} | values)
-        return rows
-
-    def by_layer(self):
-        """A row for each layer: the links at position 1, and those without a position."""
-        rows = []
-        for layer in self.of["norm"]:
-            links = self.links(layer)
-            at_1 = {name: None if link is None else link[0].item() for name, link in links.items()}
-            row = {
-                "layer": layer,
-                "std_ratio": None,
-                "disparity": at_1["disparity"],
-                "norm_ratio": self.of["norm_ratio"][layer].item(),
-                "value_ratio": None,
-                "key_alignment": at_1["key_alignment"],
-                "effective_rank": effective_rank(self.of["state"][layer], self.of["product"][layer]),
-                "output_tau": None,
-                "alpha1": at_1["alpha"],
-            }
-            if links["std"] is not None:
-                row["std_ratio"] = at_1["std"] / links["std"][1:].median().item()
-                row["value_ratio"] = self.of["value_ratio"][layer].item()
-                row["output_tau"] = output_tau(self.model.output_weight(layer), self.std(layer, 1))
-            rows.append(row)
-        return rows
-
-
-def disparity(states: Tensor) -> Tensor:
-    """max |h| / mean |h| over the dimensions of states (..., d) (SO)."""
-    states = states.float().abs()
-    return states.amax(-1) / states.mean(-1)
-
-
-def output_tau(weight: Tensor, std: Tensor):
-    """Kendall's tau between the column norms of W_O (d, H Dh) and the std (H, Dh) of its inputs, or None."""
-    if weight is None:
-        return None
-    norms = weight.float().norm(dim=0).cpu().numpy()
-    tau = kendalltau(norms, std.flatten().numpy()).statistic
-    return None if tau != tau else float(tau)
-
-
-def effective_rank(mean: Tensor, product: Tensor):
-    """The effective number of directions of the centred states, from 1 to d (ours).
-
-    It is exp of the entropy of their singular values, scaled to sum to 1. `mean` (d,) is the mean state and
-    `product` (d, d) the mean outer product of states, both in float64.
-    """
-    covariance = product - torch.outer(mean, mean)
-    values = torch.linalg.eigvalsh(covariance).clamp(min=0).sqrt()
-    entropy = torch.special.entr(values / values.sum()).sum()
-    return entropy.exp().item()
+    tensors = {}
+    for layer, (key, value) in constants.items():
+        tensors[f"keys.{layer - 1}"] = key[None, :, None].contiguous()
+        tensors[f"values.{layer - 1}"] = value[None, :, None].contiguous()
+    with atomic_file(path) as temporary:
+        save_file(tensors, temporary, {name: str(fact) for name, fact in facts.items()})

@@ -3,7 +3,8 @@
 The theory rests on two ideas. Layers of random weights are wide, so their pre-activations are Gaussian, and
 one scalar function, the activation's kernel, maps cosines before a layer to cosines after it. Initial
 attention is nearly uniform, so position i averages positions 1..i: unrelated sequences stay unrelated, but
-what they share grows. Each docstring gives the formulas; the code follows their order.
+what they share grows. Each docstring gives the formulas; the code follows their order. The theory knows the
+activations of model.py, and the norms and initializations below, but no calibration and no explicit sink.
 """
 
 import functools
@@ -15,20 +16,14 @@ from numpy.polynomial.polynomial import polyval
 from init import STD, residual_std
 from model import ACTIVATIONS, GATED
 
-KNOWN_SCHEMES = ("gpt2", "normal", "centered")
+NORMS = ("rmsnorm", "layernorm")
+SCHEMES = ("gpt2", "normal", "centered")
 
 
-def unknown(config, scheme="gpt2"):
-    """What theory cannot predict about a newborn, in words; None if it can predict it."""
-    if scheme not in KNOWN_SCHEMES:
-        return f"--init {scheme}"
-    if config.norm not in ("rmsnorm", "layernorm"):
-        return f"the norm {config.norm}"
-    if config.attn_calibration != "none":
-        return f"the calibration {config.attn_calibration}"
-    if config.explicit_sink:
-        return "explicit sinks"
-    return None
+def knows(config, scheme="gpt2"):
+    """Whether theory can predict a newborn's states; where it cannot, its numbers are None."""
+    is_plain = config.attn_calibration == "none" and not config.explicit_sink
+    return is_plain and config.norm in NORMS and scheme in SCHEMES
 
 
 def gaussian_grid(points, device="cpu"):
@@ -130,7 +125,7 @@ def covariances(config, T, scheme="gpt2", residual=True):
 
     R takes the same three steps, with the D of S. Products with M (see `average`) are matrix products; every
     other product and power is entry by entry. The gains g_a and g_m, and v = e^(t^2) - 1, are explained
-    below. residual=False: a sublayer replaces the stream. Not for what is `unknown`.
+    below. residual=False: a sublayer replaces the stream.
     """
     d = config.d_model
     residual_variance = residual_std(config, scheme) ** 2
@@ -163,7 +158,7 @@ def covariances(config, T, scheme="gpt2", residual=True):
 
 @functools.cache
 def kernel_recursion(config, T, scheme="gpt2"):
-    """Cosines of two sequences' last states, R_TT / S_TT, before and after each block; Nones if unknown."""
-    if unknown(config, scheme):
+    """Cosines of two sequences' last states, R_TT / S_TT, before and after each block; or Nones."""
+    if not knows(config, scheme):
         return [None] * (config.num_layers + 1)
     return [(R[-1, -1] / S[-1, -1]).item() for S, R in covariances(config, T, scheme)]

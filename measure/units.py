@@ -1,4 +1,4 @@
-"""Which neurons build the sink, and what is the model without them? (ours, after the sinks paper)
+"""Which neurons build the sink, link by link? (SO's chain; builders and removers are ours)
 
 >>> from sources import checkpoint, inputs
 >>> from measure import units
@@ -10,57 +10,125 @@
 """
 
 import contextlib
-from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from measure.attention import Chain, Means, batches, check_seen, disparity
+from measure.attention import Means, batches, check_seen, disparity, ratio_of_first
 
-# The first prediction sees one token, so anything in front of the text helps it; the next seven see two to
-# eight. Models with and without something in front are compared from the ninth prediction on.
-PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))
+LINKS = {  # SO's chain from averaging to the sink, by layer and position
+    "std": "std of aggregated values by position, layer 1",
+    "norm": "norm of the stream",
+    "disparity": "largest / mean |dimension| of it",
+    "value_norm": "norm of values",
+    "key_alignment": "alignment of keys (1: all alike)",
+    "alpha": "attention to the position",
+}
+COLUMNS = ("std_ratio", "disparity", "norm_ratio", "value_ratio", "key_alignment")  # by layer, at position 1
+COLUMNS += ("effective_rank", "output_tau", "alpha1")
 SELECTIVITY = 20  # a *selective* builder contributes at least so many times what it does elsewhere,
 LEAST_SHARE = 0.001  # and makes at least this share of the dimension (ours)
-FEW = 16  # sequences that tell what a neuron contributes elsewhere, where a norm follows the MLP
 LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles disparity to above this (ours)
 
 
-@contextlib.contextmanager
-def watch(model, unit, position=1):
-    """A context whose list collects the |activations|, (B,), of a neuron (layer, unit) at a position."""
-    activations = []
+class Activity(Means):
+    """Means over sequences (n, T) of what a model does at position 1, and of SO's chain if asked for.
 
-    def on_units(layer, units, first):
-        if layer == unit[0] and 0 <= unit[1] - first < units.shape[-1]:
-            activations.append(units[:, position - 1, unit[1] - first].float().abs().cpu())
-
-    with model.hidden_units(on_units):
-        yield activations
-
-
-@dataclass
-class Activity:
-    """Mean activations of neurons, and the mean stream at position 1.
-
-    The sink's dimension after a layer is the largest of that stream. A neuron contributes its activation
-    times its down weight to that dimension, times the dimension's sign. Where a norm follows the MLP, these
-    products are rescaled so that they sum to what the MLP adds to that dimension. *Builders* contribute most,
+    The sink's dimension after a layer is the largest of the mean stream at position 1. A neuron contributes
+    its activation times its down weight to that dimension, times the dimension's sign. Where a norm follows
+    the MLP, these products are rescaled so that they sum to what the MLP adds. *Builders* contribute most,
     *removers* subtract most (ours).
+
+    The chain, as the paper tells it (docs/sinks.md says what holds): a head's output is a mean of values. At
+    position 1 it is a single value, so its `std` over sequences, heads and dimensions is largest. W_O is said
+    to amplify what varies most (`output_tau`; in the models measured it does not, on average). This makes the
+    builders, a few neurons, fire at position 1 alone. They make one dimension of the stream huge (`norm`,
+    `disparity`), and RMSNorm shrinks all others. So first tokens have one key (`key_alignment`: the norm of
+    the mean unit key) and short values (`value_norm`), and queries find them (`alpha`).
     """
 
-    model: object
-    tokens: Tensor  # that were read, (n, T)
-    state: Tensor  # the stream at position 1, (L + 1, d), the input first
-    disparity: Tensor  # of that stream, (L + 1,)
-    at_1: dict[int, Tensor]  # by layer: activations at position 1, (d_ff,)
-    elsewhere: dict[int, Tensor]  # |activations| at the other positions, (d_ff,)
-    added: dict[int, Tensor]  # what an MLP adds to that stream, (d,), where a norm follows
-    chain: Chain | None = None  # of the same pass
+    def __init__(self, model, tokens: Tensor):
+        super().__init__(len(tokens))
+        self.model = model
+        self.tokens = tokens
+
+    def see_first(self, layer, x) -> None:
+        self.add("state_1", layer, x[:, 0].float())
+        self.add("disparity_1", layer, disparity(x[:, 0]))
+
+    def see_units(self, layer, units, first) -> None:
+        self.add("at_1", (layer, first), units[:, 0].float())
+        self.add("elsewhere", (layer, first), units[:, 1:].float().abs().mean(1))
+
+    def see_stream(self, layer, x) -> None:
+        self.see_first(layer, x)
+        if layer > 0:  # 0 is the input
+            flat = x.flatten(0, 1).double()  # (B T, d)
+            self.add("norm", layer, x.float().norm(dim=2))  # (T,)
+            self.add("norm_ratio", layer, ratio_of_first(x))
+            self.add("disparity", layer, disparity(x))  # (T,)
+            self.add("state", layer, x.double().mean(1))  # averaged over positions, (d,)
+            self.add("product", layer, (flat.T @ flat)[None] / x.shape[1])  # mean of h h^T, (d, d)
+
+    def see_heads(self, layer, heads, q, k, v, alpha) -> None:
+        self.add_heads(layer, heads, q, k, v, alpha)
+        self.add("value_norm", layer, v.float().norm(dim=3).mean(1))  # (T,)
+        self.add("value_ratio", layer, ratio_of_first(v).mean(1))
+        self.add("key", layer, F.normalize(k.float(), dim=3))  # (G, T, Dh), each divided by its norm
+        self.add("alpha", layer, alpha(range(1, k.shape[2] + 1)).mean(1))  # (T,)
+
+    def finish(self) -> None:
+        """Join what came in parts, and compute the links that are no means."""
+        self.state = self.stack("state_1")  # the mean stream at position 1, (L + 1, d), the input first
+        self.disparity = self.stack("disparity_1")  # of that stream, (L + 1,)
+        self.at_1 = self.joined("at_1")  # by layer: activations at position 1, (d_ff,)
+        self.elsewhere = self.joined("elsewhere")  # |activations| at the other positions
+        for layer in list(self.of["heads"]):
+            std = self.std(layer)  # (T,)
+            self.of["std"][layer] = std
+            self.of["std_ratio"][layer] = std[0] / std[1:].median()
+            self.of["alpha1"][layer] = self.of["alpha"][layer][0]
+            self.of["key_alignment"][layer] = self.of["key"][layer].norm(dim=2).mean(0)  # (T,)
+            self.of["output_tau"][layer] = output_tau(self.model.output_weight(layer), self.std(layer, 1))
+        for layer, product in self.of["product"].items():
+            self.of["effective_rank"][layer] = effective_rank(self.of["state"][layer], product)
+
+    def joined(self, name):
+        """The neurons of each layer, joined from parts whose keys are (layer, first unit)."""
+        layers = {}
+        for layer, first in sorted(self.of[name]):
+            layers.setdefault(layer, []).append(self.of[name][layer, first])
+        return {layer: torch.cat(some) for layer, some in layers.items()}
+
+    def number(self, name, layer, position=1):
+        """A link as a number; None in a layer that has it not."""
+        found = self.of[name].get(layer)
+        return None if found is None else found.flatten()[position - 1].item()
+
+    def by_position(self):
+        """A row of links for each layer and position."""
+        rows = []
+        for layer, norm in self.of["norm"].items():
+            for position in range(1, len(norm) + 1):
+                links = {name: self.number(name, layer, position) for name in LINKS}
+                rows.append({"layer": layer, "position": position} | links)
+        return rows
+
+    def by_layer(self):
+        """A row of links for each layer, with builders if the layer makes a dimension dominate."""
+        rows = []
+        for layer in self.of["norm"]:
+            row = {name: self.number(name, layer) for name in COLUMNS}
+            is_jump = layer in self.jumps()
+            row["dimension"] = self.dimension(layer) if is_jump else None
+            row["builders"] = names_of(self.builders(layer, 4)) if is_jump else None
+            rows.append({"layer": layer} | row)
+        return rows
 
     @property
     def layer(self):
-        """The layer after which disparity is largest."""
+        """The layer after which disparity at position 1 is largest."""
         return 1 + self.disparity[1:].argmax().item()
 
     def jumps(self):
@@ -81,8 +149,8 @@ class Activity:
             if last is None or its_layer <= last:
                 weights = self.model.down(its_layer)[dimension].float().cpu()
                 added[its_layer] = activations * weights * sign
-                if its_layer in self.added:
-                    total = self.added[its_layer][dimension] * sign
+                if its_layer in self.of["silent"]:
+                    total = (self.state[its_layer] - self.of["silent"][its_layer])[dimension] * sign
                     added[its_layer] *= total / added[its_layer].sum()
         return added
 
@@ -92,54 +160,26 @@ class Activity:
         positive = sum((some > 0).sum().item() for some in added.values())
         return ranked(added, max(1, min(count, positive)))
 
+    def removers(self, count):
+        """The strongest removers of `self.layer`'s dimension, from all layers."""
+        return ranked({layer: -added for layer, added in self.contributions(self.layer).items()}, count)
+
     def selective(self):
         """The selective builders, which build at position 1 alone, the strongest first."""
-        needed = LEAST_SHARE * self.state[self.layer].abs().max()
-        chosen, count = {}, 0
-        for layer, added in self.contributions(self.layer, self.layer).items():
-            is_selective = added >= needed
-            if is_selective.any():
-                is_selective &= added >= SELECTIVITY * self.contributions_elsewhere(layer)
-            chosen[layer] = added * is_selective
-            count += int(is_selective.sum())
-        return ranked(chosen, count)
-
-    @torch.inference_mode()
-    def contributions_elsewhere(self, layer):
-        """Mean |contribution| of a layer's neurons, (d_ff,), to `self.layer`'s dimension elsewhere."""
         dimension = self.dimension(self.layer)
-        weights = self.model.down(layer)[dimension].float().cpu()
-        if layer not in self.added:
-            return self.elsewhere[layer] * weights.abs()
-        total = 0
-        for part in batches(self.tokens[:FEW]):
-            state, _ = after_layer(self.model, layer, part)
-            without, units = after_layer(self.model, layer, part, is_silent=True)
-            written = (units @ weights)[:, 1:]  # (B, T - 1), before the norm
-            scale = ((state - without)[:, 1:, dimension] / written).nan_to_num(0, 0, 0)  # what the norm does
-            total += torch.einsum("btf,bt->f", units[:, 1:].abs(), scale.abs()) / written.shape[1]
-        return total * weights.abs() / len(self.tokens[:FEW])
+        needed = LEAST_SHARE * self.state[self.layer, dimension].abs()
+        chosen = self.contributions(self.layer, self.layer)
+        for layer, added in chosen.items():
+            weights = self.model.down(layer)[dimension].float().cpu()
+            added[added < SELECTIVITY * self.elsewhere[layer] * weights.abs()] = 0
+            added[added < needed] = 0
+        return ranked(chosen, sum((added > 0).sum().item() for added in chosen.values()))
 
     def num_needed(self, layer, share):
         """The number of builders that make a share of the dimension after a layer."""
         added = torch.cat(list(self.contributions(layer, layer).values())).clamp(min=0)
         sums = added.sort(descending=True).values.cumsum(0)
-        needed = share * self.state[layer].abs().max()
-        return 1 + (sums < needed).sum().item()
-
-    def removers(self, count):
-        """The strongest removers of `self.layer`'s dimension, from all layers."""
-        return ranked({layer: -added for layer, added in self.contributions(self.layer).items()}, count)
-
-    def layer_rows(self):
-        """The chain's row for each layer, with builders if the layer makes a dimension dominate."""
-        rows = self.chain.by_layer()
-        jumps = self.jumps()
-        for row in rows:
-            layer = row["layer"]
-            row["dimension"] = self.dimension(layer) if layer in jumps else None
-            row["builders"] = names_of(self.builders(layer, 4)) if layer in jumps else None
-        return rows
+        return 1 + (sums < share * self.state[layer].abs().max()).sum().item()
 
     def describe(self, units):
         """A row for each (layer, unit). `down_share` is the dimension's share of its squared down weights."""
@@ -165,114 +205,79 @@ class Activity:
 def observe(model, tokens: Tensor, with_chain=False) -> Activity:
     """The Activity of a model on tokens (n, T); UserError if its states or neurons cannot be seen."""
     check_seen(model, "states", "units")
-    means = Means(len(tokens))
-    chain = Chain(model, len(tokens)) if with_chain else None
-
-    def on_state(layer, x):
-        means.add("state", layer, x[:, 0].float())
-        means.add("disparity", layer, disparity(x[:, 0]))
-        if chain is not None:
-            chain.on_state(layer, x)
-
-    def on_units(layer, units, first):
-        means.add("at_1", (layer, first), units[:, 0].float())
-        means.add("elsewhere", (layer, first), units[:, 1:].float().abs().mean(1))
-
-    with model.hidden_units(on_units):
+    activity = Activity(model, tokens)
+    watchers = {"on_state": activity.see_first}
+    if with_chain:
+        watchers = {"on_state": activity.see_stream, "on_heads": activity.see_heads}
+    with model.hidden_units(activity.see_units):
         for part in batches(tokens):
-            model.hidden(part, on_state=on_state, on_heads=None if chain is None else chain.on_heads)
-    units = {name: joined(means.of[name]) for name in ("at_1", "elsewhere")}
-    states = means.stack("state")
-    added = {}
+            model.hidden(part, **watchers)
     for layer in model.normed_layers:
-        kept = Means(len(tokens))
-        for part in batches(tokens[:, :1]):
-            kept.add("state", layer, after_layer(model, layer, part, is_silent=True)[0][:, 0])
-        added[layer] = states[layer] - kept.of["state"][layer]
-    return Activity(model, tokens, states, means.stack("disparity"), **units, added=added, chain=chain)
+        with model.hidden_units(silence(layer)):
+            for part in batches(tokens[:, :1]):
+                states = {}
+                model.hidden(part, on_state=states.__setitem__)
+                activity.add("silent", layer, states[layer][:, 0].float())
+    activity.finish()
+    return activity
 
 
-def after_layer(model, layer, tokens, is_silent=False):
-    """The stream (B, T, d) after a layer, its neurons ablated if `is_silent`, and these (B, T, d_ff)."""
-    states, parts = {}, {}
-
-    def on_units(at, units, first):
-        if at == layer:
-            parts[first] = units.float().cpu()
-            return torch.zeros_like(units) if is_silent else None
-
-    with model.hidden_units(on_units):
-        model.hidden(tokens, on_state=lambda at, x: states.update({at: x}) if at == layer else None)
-    return states[layer].float().cpu(), torch.cat([parts[first] for first in sorted(parts)], dim=-1)
-
-
-def joined(parts):
-    """The neurons of each layer, joined from parts whose keys are (layer, first unit)."""
-    layers = {}
-    for layer, first in sorted(parts):
-        layers.setdefault(layer, []).append(parts[layer, first])
-    return {layer: torch.cat(some) for layer, some in layers.items()}
+def silence(silent):
+    """An `on_units` that ablates all neurons of a layer."""
+    return lambda layer, units, first: torch.zeros_like(units) if layer == silent else None
 
 
 def ranked(scores, count):
     """The (layer, unit) of the `count` largest scores, the largest first; `scores` are (d_ff,) by layer."""
-    order = torch.cat(list(scores.values())).argsort(descending=True)[:count]
-    layers = torch.cat([torch.full((len(some),), layer) for layer, some in scores.items()])
-    units = torch.cat([torch.arange(len(some)) for some in scores.values()])
-    return list(zip(layers[order].tolist(), units[order].tolist()))
+    order = torch.cat(list(scores.values())).argsort(descending=True)[:count].tolist()
+    names = [(layer, unit) for layer, some in scores.items() for unit in range(len(some))]
+    return [names[place] for place in order]
 
 
 def zero_units(units):
     """An `on_units` that ablates neurons, (layer, unit) each: it sets them to zero."""
 
     def on_units(layer, values, first):
-        chosen = [unit - first for its_layer, unit in units if its_layer == layer]
-        chosen = [unit for unit in chosen if 0 <= unit < values.shape[-1]]
-        if not chosen:
-            return None
-        values = values.clone()  # (B, T, d_ff)
-        values[..., chosen] = 0
-        return values
+        here = [unit - first for its_layer, unit in units if its_layer == layer]
+        here = [unit for unit in here if 0 <= unit < values.shape[-1]]
+        if here:
+            return values.index_fill(-1, torch.tensor(here, device=values.device), 0)
 
     return on_units
 
 
-@torch.inference_mode()
-def alpha_and_loss(model, tokens: Tensor, on_state=None, before=0):
-    """alpha_1 and alpha_0, (n, layers, H) each, of tokens (n, T), and mean losses in nats by name.
+@contextlib.contextmanager
+def watch(model, unit, position=1):
+    """A context whose list collects the |activations|, (B,), of a neuron (layer, unit) at a position."""
+    activations = []
 
-    alpha_0 is the attention to a constant or learned sink, 0 without one. The first `before` tokens precede
-    the text. The first prediction is always that of the text's second token.
+    def on_units(layer, units, first):
+        if layer == unit[0] and 0 <= unit[1] - first < units.shape[-1]:
+            activations.append(units[:, position - 1, unit[1] - first].float().abs().cpu())
+
+    with model.hidden_units(on_units):
+        yield activations
+
+
+def output_tau(weight: Tensor, std: Tensor):
+    """Kendall's tau between the column norms of W_O (d, H Dh) and the std (H, Dh) of its inputs, or None."""
+    from scipy.stats import kendalltau
+
+    if weight is not None:
+        norms = weight.float().norm(dim=0).cpu().numpy()
+        tau = kendalltau(norms, std.flatten().numpy()).statistic
+        return None if tau != tau else torch.tensor(tau)
+
+
+def effective_rank(mean: Tensor, product: Tensor):
+    """The effective number of directions of the centred states, from 1 to d (ours).
+
+    It is exp of the entropy of their singular values, scaled to sum to 1. `mean` (d,) is the mean state and
+    `product` (d, d) the mean outer product of states, both in float64.
     """
-    alphas = []
-    totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
-
-    def on_heads(layer, heads, q, k, v, alpha):
-        by_layer.append(alpha((1, 0)).cpu())
-
-    for part in batches(tokens):
-        by_layer = []
-        states = model.hidden(part, on_heads=on_heads, on_state=on_state)[:, before:-1]
-        targets = part[:, before + 1 :]
-        for place, some in enumerate(PREDICTIONS):
-            chosen = states[:, some].flatten(0, 1)
-            totals[place] += model.summed_loss(chosen, targets[:, some].flatten()).item()
-        alphas.append(torch.stack(by_layer, dim=1))  # (B, layers, H, 2)
-    alpha_1, alpha_0 = torch.cat(alphas).unbind(-1)
-    n, count = len(tokens), targets.shape[1]  # count: predictions of a sequence
-    losses = {"loss": totals.sum().item() / (n * count), "loss_first": totals[0].item() / n}
-    losses["loss_from_ninth"] = totals[2].item() / (n * (count - 8)) if count > 8 else None
-    return alpha_1, alpha_0, losses
-
-
-def by_token(model, tokens, builder):
-    """A row for each token of the text: the builder's |activation| when this token comes first."""
-    found = tokens.unique()
-    with watch(model, builder) as activations:
-        for part in batches(found[:, None]):
-            model.hidden(part)
-    sizes = torch.cat(activations).tolist()
-    return [{"token": token, "builder_activation": size} for token, size in zip(found.tolist(), sizes)]
+    covariance = product - torch.outer(mean, mean)
+    values = torch.linalg.eigvalsh(covariance).clamp(min=0).sqrt()
+    return torch.special.entr(values / values.sum()).sum().exp()
 
 
 def names_of(units):

@@ -30,7 +30,6 @@ LONG = "--num-sequences 16 --sequence-length 64 512"
 TRANSPLANT = "-m reproduce.interventions transplant"
 FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} --num-sequences 12"
 COMPARE = "seedprint.py compare --thorough"
-SAVED = "out/smollm2.safetensors"  # constants
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "probe": "probe.py --seed 42 43",
     "ten_thousand/probe": f"probe.py --seed 42 --num-sequences 10000 {BFLOAT16}",
@@ -47,7 +46,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "amplify": "-m reproduce.mechanisms amplify",
     "intra": "-m reproduce.mechanisms intra",
     "variance": "-m reproduce.mechanisms variance",
-    "predict": f"contraction.py predict {BFLOAT16}",
+    "predict": f"-m reproduce.mechanisms predict {BFLOAT16}",
     "cure": f"contraction.py cure {BFLOAT16}",
     "nano_llama/cure": f"contraction.py cure --model nano_llama --seed 42 43 {BFLOAT16}",
     "width": "-m reproduce.mechanisms width",
@@ -65,10 +64,8 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "errors": "-m reproduce.errors",
     "persistence": f"-m reproduce.persistence {LLAMA}-1000 --stranger {LLAMA}-123",
     "qwen/persistence": f"-m reproduce.persistence {QWEN}-1000 --stranger {QWEN}-123",
-    "backcopy/rate": "sinks.py rate --model runs/backcopy --text data/backcopy-bytes --first-token bos",
+    "backcopy/rate": "sinks.py rate --model runs/backcopy --text data/backcopy-bytes --bos always",
     "smollm2/rate": "sinks.py rate --model smollm2 --sequence-length 64 128 256",
-    "smollm2/constants/rate": "sinks.py rate --model smollm2 --sequence-length 64 128 256 "
-    f"--constants {SAVED}",
     "smollm2/anatomy": "sinks.py anatomy --model smollm2",
     "smollm2/intervene": "-m reproduce.interventions intervene --model smollm2 --factor 2 8 32",
     "smollm2/ablate": "-m reproduce.interventions ablate --model smollm2",
@@ -97,10 +94,9 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "models/streaming": f"-m reproduce.uses streaming --model smollm2 {GEMMA}",
     "bench": "-m reproduce.bench",
 }
-FIRST = {  # what a result reads, and the command that makes it
-    "disguised/compare": ("disguised", "-m lineage.disguise tiny_llama@42"),
-    "smollm2/constants/rate": (SAVED, f"sinks.py transplant --model smollm2 --save {SAVED}"),
-}
+FIRST = {
+    "disguised/compare": ("disguised", "-m lineage.disguise tiny_llama@42")
+}  # what a result reads
 
 
 @dataclass

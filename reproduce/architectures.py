@@ -3,8 +3,8 @@
     python -m reproduce.architectures                 # writes docs/architectures.md: five minutes
     python -m reproduce.architectures llama gpt2      # prints what is found of these, and writes nothing
 
-A model of each type is built with random weights, and read through `sources/lens.py`. At 24 positions, beyond
-its window of 8, it is compared with itself as it is: each head's mean attention with its own eager weights,
+A model of each type is built with random weights, and read through `strangers/lens.py`. At 24 positions,
+beyond its window of 8, it is compared with itself as it is: each head's mean attention with its own eager weights,
 states with its `hidden_states`, and a neuron at zero with the model whose weights of that unit are zero.
 At 7 positions a constant that is position 1's own key and value has to receive what position 1 receives.
 """
@@ -25,9 +25,9 @@ from lib.files import read_json
 from lib.results import ROOT
 from lib.runtime import progress
 from lib.settings import Command, UserError, run_script
-from sources.check import check
-from sources.lens import Lens
-from sources.strangers import quiet
+from strangers.check import check
+from strangers.lens import Lens
+from strangers.loading import quiet
 
 PAGE = ROOT / "docs" / "architectures.md"
 LARGEST_ERROR = 1e-5

@@ -7,6 +7,7 @@
 transformers model of the same shape takes turns with ours (it has no GPT-2 with RoPE). Medians, in tokens/s.
 """
 
+import time
 from functools import partial
 from statistics import median
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 import train
 from init import newborn
 from lib.results import Experiment
-from lib.runtime import progress, seconds_of
+from lib.runtime import progress
 from lib.settings import Command, RunSettings, run_script
 from model import PRESETS, ModelConfig
 from sources.checkpoint import config_json
@@ -38,7 +39,7 @@ ROUNDS = 5  # turns of each; the median counts
 
 def bench(settings: RunSettings):
     """How many tokens/s do we and transformers read and train on?"""
-    experiment = Experiment.begin("bench", "", settings)
+    experiment = Experiment("bench", "", settings)
     rows = []
     cases = GPU_CASES if experiment.device.type == "cuda" else CASES
     for work, name, B, T in progress(cases, desc="bench", unit=" cases"):
@@ -55,6 +56,13 @@ def bench(settings: RunSettings):
             row |= {"transformers": theirs[0], "ratio": ours / theirs[0]}
         rows.append(row)
     return experiment.save(rows)
+
+
+def seconds_of(work):
+    """Seconds that `work` takes; reading one number of its tensor waits for the device."""
+    begun = time.perf_counter()
+    work().flatten()[0].item()
+    return time.perf_counter() - begun
 
 
 def forward_passes(name, tokens, dtype):

@@ -26,7 +26,7 @@ from lineage.table import NO_EVIDENCE, Pair, judge_stacks
 from lineage.views import Units
 from model import PRESETS
 from seedprint import PaperSettings, last_outputs, paper_test
-from sources.checkpoint import Newborn
+from strangers.formats import Newborn
 
 INPUTS = ("own embedding", "shared embedding", "gaussian")  # tokens with one embedding each, or one for all
 LEVEL = 0.01  # a test calls two models related if p is at most this
@@ -47,7 +47,7 @@ class Settings(RunSettings):
 
 def errors(settings: Settings):
     """How often does each test call unrelated newborns related? (half an hour)"""
-    experiment = Experiment.begin("errors", "BB B.3.1, Figure 13", settings)
+    experiment = Experiment("errors", "BB B.3.1, Figure 13", settings)
     rows = []
     births = list(itertools.product(settings.model, settings.schemes, INPUTS))
     for model, scheme, inputs in progress(births, desc="errors"):

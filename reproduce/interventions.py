@@ -16,12 +16,12 @@ from lib.random import keyed_generator
 from lib.results import interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
-from measure.attention import attention_to, constants_at, disparity, with_constants
-from measure.bos import ELSEWHERE, bos_or_position, tell_bos
-from measure.units import alpha_and_loss, names_of, observe, ranked, watch, zero_units
-from sinks import Case, Settings, TransplantSettings, measure_models, sink_share
+from measure.attention import attention_of, attention_to, constants_at, disparity, with_constants
+from measure.units import names_of, observe, ranked, watch, zero_units
+from sinks import Case, Settings, TransplantSettings, alpha_and_loss, measure_models, sink_share
 from sources.inputs import bos_of, read_tokens
 
+ELSEWHERE = 10  # where a BOS that is not first stands
 ACTIVE = 0.1  # `intervene`: a builder fires at this share of its mean at position 1 (ours)
 
 
@@ -205,7 +205,6 @@ def sets_of_units(settings: AblateSettings, activity, units):
 def bos(settings: Settings):
     """Does a model sink on BOS or on position 1? With BOS first, at position 10, or absent (ours; minutes)"""
     experiment, lists = measure_models("bos", "ours", settings, with_and_without_bos)
-    tell_bos(lists["rows"])
     columns = ("checkpoint", "kind", "place", "layer", "alpha", "sink_rate")
     result = experiment.save(**lists, columns=columns)
     question = "Does a model sink on BOS, or on position 1?"
@@ -216,15 +215,31 @@ def bos(settings: Settings):
 
 
 def with_and_without_bos(settings: Settings, spec, model):
-    """The rows of `bos_or_position`."""
+    """A row for each case and layer that attends: mean attention to a position, share of heads that sink."""
     if settings.sequence_length <= ELSEWHERE:
         raise UserError(f"--sequence-length: expected {ELSEWHERE + 1} at least")
     settings = replace(settings, bos="always")
-    number = bos_of(settings, spec)
-    if number is None:
-        raise UserError(f"{spec.label}: expected a model with a tokenizer, and no --first-token")
-    tokens = read_tokens(settings, spec, settings.sequence_length)
-    return {"rows": bos_or_position(model, tokens[:, 1:], number, sinks.EPSILON)}
+    if bos_of(settings, spec) is None:
+        raise UserError(f"{spec.label}: expected a model with a tokenizer")
+    first = read_tokens(settings, spec, settings.sequence_length)
+    text = first[:, 1:]
+    within = text.clone()
+    within[:, ELSEWHERE - 1] = first[0, 0]
+    of_bos = with_constants(model, constants_at(model, first[:1, :1]))
+    of_first = with_constants(model, constants_at(model, text))
+    cases = {  # by kind: who reads what, and the position whose attention is measured; 0 is a constant
+        "BOS first": (model, first, 1),
+        "BOS's constants, no BOS": (of_bos, text, 0),
+        "no BOS": (model, text, 1),
+        "constants of first tokens": (of_first, text, 0),
+        f"BOS at position {ELSEWHERE}": (model, within, ELSEWHERE),
+    }
+    rows = []
+    for kind, (reader, tokens, place) in progress(cases.items(), desc="bos", unit=" cases", leave=False):
+        for layer, alpha in enumerate(attention_of(reader, tokens, place).unbind(1), start=1):  # (n, H)
+            row = {"kind": kind, "place": place, "layer": layer, "alpha": alpha.mean().item()}
+            rows.append(row | {"sink_rate": (alpha > sinks.EPSILON).float().mean().item()})
+    return {"rows": rows}
 
 
 def transplant(settings: TransplantSettings):

@@ -1,6 +1,6 @@
-"""Test each mechanism of BB section 4 by itself: seven experiments beside those of contraction.py.
+"""Test each mechanism of BB section 4 by itself: eight experiments beside those of contraction.py.
 
-python -m reproduce.mechanisms ablation      # each takes seconds to a minute on 2 cores
+python -m reproduce.mechanisms ablation      # each takes seconds to a minute on 2 cores, predict 3 to 7
 """
 
 import copy
@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from contraction import LengthSettings, NewbornExperiment, NewbornSettings, sublayers_apart
+from contraction import NewbornExperiment, NewbornSettings, plot, sublayers_apart
 from init import STD, variant
+from lib.random import random_vectors
 from lib.settings import Command, run_script
 from measure import theory
 from measure.attention import Means
-from measure.cosines import pairwise_cosine
-from model import rope_frequencies
-from probe import SHOWN, preference
-from sources.inputs import random_vectors
+from model import rope, rope_frequencies
+from probe import SHOWN, count_predictions, pairwise_cosine, preference
+from reproduce.mean_field import mean_field
 
 
 def gaussian_inputs(experiment, T, d):
@@ -31,7 +31,7 @@ def gaussian_inputs(experiment, T, d):
 @torch.inference_mode()
 def mlp(settings: NewbornSettings):
     """Does an asymmetric activation contract states? (BB Figures 4, 5, Proposition 2; a minute)"""
-    experiment = NewbornExperiment.begin("mlp", "BB Figures 4, 5, Proposition 2", settings, (1,))
+    experiment = NewbornExperiment("mlp", "BB Figures 4, 5, Proposition 2", settings, (1,))
     for key, model, T in experiment.newborns(vocab_size=1, sublayers="mlp"):
         x = gaussian_inputs(experiment, T, model.config.d_model)[:, 0]  # (n, d)
         relu = variant(model, mlp="relu")
@@ -64,7 +64,7 @@ def relu_recursion(layers, scheme="gpt2"):
 
     `lost` is 0; for `centered` it is kappa(0) = 1/pi, the neurons' mean product for orthogonal inputs.
     """
-    if scheme not in theory.KNOWN_SCHEMES:
+    if scheme not in theory.SCHEMES:
         return [None] * (layers + 1)
     lost = 1 / math.pi if scheme == "centered" else 0.0
     c = 0.0
@@ -85,9 +85,9 @@ def floored_cosine(states, epsilon):
 
 
 @torch.inference_mode()
-def amplify(settings: LengthSettings):
+def amplify(settings: NewbornSettings):
     """Does averaging amplify what a ReLU MLP began? (BB Table 3, Proposition 4; a minute)"""
-    experiment = NewbornExperiment.begin("amplify", "BB Table 3, Proposition 4", settings, (100, 128, 1024))
+    experiment = NewbornExperiment("amplify", "BB Table 3, Proposition 4", settings, (100, 128, 1024))
     changes = {"vocab_size": 1, "sublayers": "mlp", "mlp": "relu", "num_layers": 2}
     for key, model, T in experiment.newborns(**changes):
         first_mlp, second_mlp = (block.mlp for block in model.model.layers)
@@ -109,9 +109,9 @@ def amplify(settings: LengthSettings):
 
 
 @torch.inference_mode()
-def ablation(settings: LengthSettings):
+def ablation(settings: NewbornSettings):
     """Do MLPs alone, or attention alone, prefer tokens? (BB Figure 3, Table 2; half a minute)"""
-    experiment = NewbornExperiment.begin("ablation", "BB Figure 3, Table 2", settings)
+    experiment = NewbornExperiment("ablation", "BB Figure 3, Table 2", settings)
     for key, model, T in experiment.newborns():
         for kind, part, counts in sublayers_apart(settings, model, T):
             experiment.rows.append(key | {"variant": kind, "sequence_length": T} | preference(part, counts))
@@ -123,7 +123,7 @@ def ablation(settings: LengthSettings):
 @torch.inference_mode()
 def engage(settings: NewbornSettings):
     """Does LayerNorm spread pre-activations to where GELU is asymmetric? (BB Figure 6; seconds)"""
-    experiment = NewbornExperiment.begin("engage", "BB Figure 6", settings, (1,))
+    experiment = NewbornExperiment("engage", "BB Figure 6", settings, (1,))
     for key, model, T in experiment.newborns(vocab_size=1, sublayers="mlp", num_layers=1):
         (block,) = model.model.layers
         gate = block.mlp.gate_proj or block.mlp.up_proj
@@ -144,7 +144,7 @@ def engage(settings: NewbornSettings):
 @torch.inference_mode()
 def width(settings: NewbornSettings):
     """How does the contraction of one MLP0 block depend on its width? (ours; seconds)"""
-    experiment = NewbornExperiment.begin("width", "ours", settings, (1,))
+    experiment = NewbornExperiment("width", "ours", settings, (1,))
     for d in (128, 256, 512, 1024):
         shape = {"num_layers": 1, "num_heads": 1, "d_model": d, "d_ff": 4 * d}
         x = gaussian_inputs(experiment, 1, d)[:, 0] / STD  # (n, d)
@@ -165,17 +165,15 @@ def width(settings: NewbornSettings):
 
 
 def one_block_cosine(mlp, s, d, scheme="gpt2"):
-    """Cosine of an MLP0's outputs for orthogonal inputs, pre-activations of std `s`; None if unknown."""
-    if scheme not in theory.KNOWN_SCHEMES:
-        return None
+    """Cosine of an MLP0's outputs for orthogonal inputs, pre-activations of std `s`."""
     k = theory.mlp_kernel(mlp, s, d, scheme)
-    return float(k[0] / k.sum())
+    return float(k[0] / k.sum()) if scheme in theory.SCHEMES else None
 
 
 @torch.inference_mode()
-def intra(settings: LengthSettings):
+def intra(settings: NewbornSettings):
     """Does attention make a sequence's positions alike? (BB Figure 8, Proposition 5; a quarter minute)"""
-    experiment = NewbornExperiment.begin("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
+    experiment = NewbornExperiment("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
     for key, model, T in experiment.newborns(vocab_size=1, sublayers="attention"):
         x = gaussian_inputs(experiment, T, model.config.d_model)  # (n, T, d)
         L = model.config.num_layers
@@ -188,7 +186,7 @@ def intra(settings: LengthSettings):
                 if stack == "attn0":  # uniform causal averaging (BB Definition 3)
                     state = state.cumsum(1) / counts
                 else:
-                    state = block.self_attn(block.input_layernorm(state), model.rope(state))
+                    state = block.self_attn(block.input_layernorm(state), rope(model.config, state))
                 unit = F.normalize(state.double(), dim=2, eps=0)
                 row = key | {"stack": stack, "sequence_length": T, "layer": layer + 1}
                 row |= {"exact_theory": exact[layer], "limit_theory": limit[layer]}
@@ -223,16 +221,16 @@ def averaging_limit(T, layers):
 @functools.cache
 def intra_recursion(config, T, scheme):
     """The same for a newborn's attention, before (0) and after each."""
-    if theory.unknown(config, scheme):
+    if not theory.knows(config, scheme):
         return [None] * (config.num_layers + 1)
     covariances = theory.covariances(config, T, scheme, residual=False)
     return [(S / theory.scales(S)).mean().item() for S, _ in covariances]
 
 
 @torch.inference_mode()
-def variance(settings: LengthSettings):
+def variance(settings: NewbornSettings):
     """Do the first block's aggregated values shrink along positions? (BB Figure 9, Equation 2; seconds)"""
-    experiment = NewbornExperiment.begin("variance", "BB Figure 9, Equation 2", settings, (1024,))
+    experiment = NewbornExperiment("variance", "BB Figure 9, Equation 2", settings, (1024,))
     for key, model, T in experiment.newborns(vocab_size=1, sublayers="attention", num_layers=1):
         means = Means(settings.num_sequences)
         for x in gaussian_inputs(experiment, T, model.config.d_model).split(1):
@@ -255,7 +253,7 @@ def aggregated_std(config, T, scheme):
     term does not decay: attention, however slight, selects values along W_V W_K^T q, a direction that RoPE
     turns by another angle for each key, which leaves the share kept_i.
     """
-    if theory.unknown(config, scheme):
+    if not theory.knows(config, scheme):
         return [None] * T
     d = config.d_model
     i = torch.arange(1, T + 1, dtype=torch.float64)
@@ -284,15 +282,43 @@ def attention_concentration(T, t):
     return (i * u.square() * own * others ** (i - 1)).sum(1) * step  # u du = u^2 d(ln u)
 
 
+@torch.inference_mode()
+def predict(settings: NewbornSettings):
+    """Is the mean direction's token the top-1? Do weights predict it? (BB Finding 2.2, ours; 3-7 minutes)"""
+    experiment = NewbornExperiment("predict", "BB Finding 2.2, and ours", settings)
+    points = []
+    for key, model, T in experiment.newborns():
+        counts = count_predictions(model, T, settings.num_sequences, settings.input_seed)
+        direction = F.normalize(counts.cosines.direction().cpu(), dim=0)  # (d,), as measured
+        row = key | {"sequence_length": T} | preference(model, counts)
+        row["direction_count"] = int(counts.tokens[row["direction_token"]])
+        prediction = mean_field(model, T)  # (d,)
+        row |= {"predicted_token": None, "direction_cosine": None}
+        if prediction is not None:
+            row["predicted_token"] = int(model.unembed(prediction.to(model.head_weight)).argmax())
+            row["direction_cosine"] = float(prediction @ direction)
+            for x, y in zip(prediction.tolist(), direction.tolist()):
+                points.append({"model": key["model"], "predicted": x, "measured": y})
+        row["predicted_cosine"] = theory.kernel_recursion(model.config, T, settings.init)[-1]
+        experiment.rows.append(row)
+    question = "Do the weights alone predict the direction? (one point per dimension, of vectors of norm 1)"
+    diagonal = {"predicted": "exactly"}  # draws the diagonal
+    result = experiment.save(experiment.rows, (*SHOWN, "predicted_token", "direction_cosine"))
+    if points:
+        plot(experiment, points, question, "predicted", "model", diagonal, "measured", style=".")
+    return result
+
+
 TEN = tuple(range(42, 52))  # seeds
 GPT2S, STYLES = ("nano_gpt2", "gpt2_1b"), ("nano_gpt2", "nano_llama")
 COMMANDS = {
-    "ablation": Command(ablation, LengthSettings(seed=(42,), num_sequences=500)),
-    "amplify": Command(amplify, LengthSettings(seed=TEN, num_sequences=20)),
+    "ablation": Command(ablation, NewbornSettings(seed=(42,), num_sequences=500)),
+    "amplify": Command(amplify, NewbornSettings(seed=TEN, num_sequences=20)),
     "engage": Command(engage, NewbornSettings(seed=TEN)),
-    "intra": Command(intra, LengthSettings(num_sequences=4)),
+    "intra": Command(intra, NewbornSettings(num_sequences=4)),
     "mlp": Command(mlp, NewbornSettings(seed=TEN)),
-    "variance": Command(variance, LengthSettings(model=GPT2S, seed=(42,), num_sequences=32)),
+    "predict": Command(predict, NewbornSettings(num_sequences=400)),
+    "variance": Command(variance, NewbornSettings(model=GPT2S, seed=(42,), num_sequences=32)),
     "width": Command(width, NewbornSettings(model=STYLES, num_sequences=600, init="normal")),
 }
 

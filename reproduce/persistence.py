@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import tyro
 
 from init import newborn
-from lib.figures import draw_persistence
+from lib.figures import curves
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, UserError, run_script
@@ -51,7 +51,7 @@ def persistence(settings: Settings):
         compared.append(parse_spec(settings.stranger))
         strangers = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
     check_comparable(compared, settings)
-    experiment = Experiment.begin("persistence", "BB Figures 11 and 14", settings)
+    experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
     vocab_size = min(spec.config.vocab_size for spec in compared)
     birth = outputs_of(specs[0], vocab_size, experiment)
     chosen = top_dimensions(birth)
@@ -75,6 +75,18 @@ def persistence(settings: Settings):
     result = experiment.save(rows)
     draw_persistence(experiment.folder / "persistence.png", rows)
     return result
+
+
+def draw_persistence(path, rows) -> None:
+    """Draw Kendall's tau with the initialization by step, and with a stranger's."""
+    taus = []
+    for row in rows[1:]:  # a logarithmic axis has no step 0
+        for model, who in (("its own birth", ""), ("another birth", "stranger_")):
+            spread = {"tau": row[f"{who}mean_tau"], "std": row[f"{who}std_tau"]}
+            taus.append(spread | {"step": row["step"], "model": model, "zero": 0.0})
+    question = "How long does a model rank inputs as at its birth? (shaded: std of dimensions)"
+    keys = {"x": "step", "y": "tau", "series": "model", "band": "std", "theories": {"zero": "no relation"}}
+    curves(taus, path, question, **keys, log="x", ylabel="Kendall's tau with birth")
 
 
 COMMANDS = {"": Command(persistence, Settings())}

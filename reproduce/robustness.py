@@ -24,9 +24,9 @@ from lib.runtime import progress
 from lib.settings import Command, OutputSettings, at_least, run_script
 from lineage.compare import CompareSettings, compare_models, read_model
 from lineage.disguise import as_source, disguised, select, weights_of
-from sources.checkpoint import Newborn, parse_spec
-from sources.formats import TOKEN_TABLE
+from sources.checkpoint import parse_spec
 from sources.inputs import TextSettings, read_tokens
+from strangers.formats import TOKEN_TABLE, Newborn, open_spec
 
 STRANGER_SEED = 2**31 - 1  # of newborns that no model descends from
 
@@ -43,7 +43,7 @@ class Settings(OutputSettings):
 def robustness(settings: Settings):
     """What does `compare` say of a model's children, and of models that never met? Writes robustness.json"""
     specs = [parse_spec(name) for name in settings.models]
-    experiment = Experiment.begin("robustness", "", settings)
+    experiment = Experiment("robustness", "", settings)
     rows, details, points = [], [], []
     for base, suspect, kind in progress(all_pairs(specs, settings), desc="robustness", unit=" pairs"):
         layers = 12 if kind == "never met" else 2**16
@@ -77,7 +77,7 @@ def all_pairs(specs, settings: Settings):
 
 def relatives(spec, settings: Settings):
     """(name, kind, checkpoint) of a model's children, one after another, and of newborns beside it."""
-    source = spec.open()
+    source = open_spec(spec)
     config = source.config
     reading = TextSettings(text=settings.text, num_sequences=settings.steps, device="cpu")
     tokens = read_tokens(reading, spec, 128)

@@ -74,7 +74,7 @@ def noted(settings: NotedSettings, pattern, measure):
 
 def text(settings: NotedSettings):
     """What do the calibrations do to sinks on text, and to the loss? (BB Figure 12, Table 7; SO)"""
-    experiment = Experiment.begin("text", "BB Figure 12, Table 7; SO", settings)
+    experiment = Experiment("text", "BB Figure 12, Table 7; SO", settings)
     rows, ends = [], []
     for begun, *evaluations, end in noted(settings, "text_*.jsonl", record):
         key = {name: end[name] for name in ("config", "calibration", "seed")}
@@ -111,7 +111,7 @@ def record(run):
             lengths = (32, 64, 128, 256, T) if row["step"] == run.max_iters else (64, T)
             shown = [sink for sink in row["sinks"] if sink["sequence_length"] in lengths]
             rows.append({"step": row["step"], "val_loss": row["val_loss"], "sinks": shown})
-    tokens = open_data(run)
+    tokens = open_data(run, is_new=False)
     inputs, targets = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
     model = checkpoint.load(run.out)
     loss = sum(model(*windows).item() for windows in zip(inputs.split(8), targets.split(8)))  # sums
@@ -150,7 +150,7 @@ def reading_of(run):
     """sinks.Settings for a run's train.Settings: held-out text, with BOS first if it trained so."""
     begins_with_bos = run.bos_first or run.tokenizer == "bytes"  # backcopy's documents do
     text = str(default_folder(run.source, run.tokenizer))
-    return sinks.Settings(text=text, first_token="bos" if begins_with_bos else None, device="cpu")
+    return sinks.Settings(text=text, bos="always" if begins_with_bos else "never", device="cpu")
 
 
 def draw_text(path, rows, ends) -> None:
@@ -219,7 +219,7 @@ def links_of(model, tokens, sink, builders):
     at_1 = [activity.at_1[layer][unit] for layer, unit in builders]
     elsewhere = [activity.elsewhere[layer][unit] for layer, unit in builders]
     sink_layers, heads = np.array(sink["heads"]).T
-    alignments = [activity.chain.links(one)["key_alignment"][1:] for one in np.unique(sink_layers)]
+    alignments = [activity.of["key_alignment"][one][1:] for one in np.unique(sink_layers)]
     found, alpha = sinks.sink_statistics(model, tokens)  # alpha (n, L, H)
     return {
         "builders": torch.stack(at_1).abs().mean().item(),
@@ -258,7 +258,7 @@ def specials(newborn, tokens, sink, builders):
 
 def birth(settings: NotedSettings):
     """How is a sink born? Which link comes first, and were its builders special at initialization? (ours)"""
-    experiment = Experiment.begin("birth", "ours", settings)
+    experiment = Experiment("birth", "ours", settings)
     rows, points, builders, order = [], [], [], []
     for sink, *steps in noted(settings, "birth_*.jsonl", born):
         key = {"run": sink["run"]}

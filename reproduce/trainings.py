@@ -11,7 +11,7 @@ Each run is made once, in runs/, on one thread, and reused; a stopped one resume
 import functools
 import itertools
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -22,7 +22,15 @@ from lib import runtime
 from lib.figures import unique
 from lib.files import check_regular, sha256
 from lib.results import Experiment, interval
-from lib.settings import Command, OutputSettings, RunSettings, check_choice, read_config_file, run_script
+from lib.settings import (
+    Command,
+    OutputSettings,
+    RunSettings,
+    UserError,
+    check_choice,
+    read_config_file,
+    run_script,
+)
 from lineage.compare import CompareSettings, compare_models, read_model
 from reproduce.baselines import BASELINES, similarities
 from reproduce.text import CALIBRATIONS, CONFIG, KINDS, TEXT, begun_row, differences, draw_kinds, end_of
@@ -30,8 +38,8 @@ from seedprint import PaperSettings, last_outputs, paper_test
 from sources import checkpoint
 from sources.data import TokenData, default_folder
 from sources.inputs import TextSettings, read_tokens
-from sources.origins import MAY_CHANGE
-from sources.runs import Run, read_rows
+from sources.runs import MAY_CHANGE, Run, read_rows
+from strangers.formats import open_spec
 
 SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base in the table
@@ -64,7 +72,7 @@ def training(name, config="", **changes) -> train.Settings:
     """The settings of runs/<name>: train.py's defaults, or configs/<config>.py, with changes."""
     run = train.Settings()
     if config:
-        run, _ = read_config_file(str(Path(train.__file__).parent / f"configs/{config}.py"), run)
+        run = read_config_file(str(Path(train.__file__).parent / f"configs/{config}.py"), run)
     return replace(run, out=f"runs/{name}", **changes)
 
 
@@ -120,8 +128,12 @@ def train_all(runs) -> None:
     for number, run in enumerate(runs, start=1):
         print(f"run {number} of {len(runs)}: {run.out}", flush=True)
         folder = Run(run.out)
-        if folder.settings_file.exists():
-            run = folder.settings(run, vars(run).keys() - MAY_DIFFER)
+        begun = folder.settings(train.Settings)
+        for name, value in asdict(begun or run).items():
+            if name not in MAY_DIFFER | MAY_CHANGE and value != getattr(run, name):
+                raise UserError(f"{run.out} was trained with {name} {value}: remove it, or rename it")
+        if begun is not None:
+            run = replace(begun, max_iters=run.max_iters)
         last = folder.step_folder(run.max_iters)
         if not last.exists():
             train.train(run)
@@ -135,7 +147,7 @@ def lineage(settings: RunSettings):
     runtime.start(settings)  # fail before hours of training if --out cannot be written
     runs = lineage_runs()
     train_all(runs.values())
-    experiment = Experiment.begin("lineage", "BB Tables 4, 5, 8-12", settings)  # a clock starts
+    experiment = Experiment("lineage", "BB Tables 4, 5, 8-12", settings)  # a clock starts
     learned = runs["llama", BASE, 1]
     data = TokenData(default_folder(learned.source, learned.tokenizer))
     tokens = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
@@ -147,7 +159,7 @@ def lineage(settings: RunSettings):
         spec = checkpoint.parse_spec(folder)
         model = spec.load(experiment.device, experiment.dtype)
         outputs = last_outputs(model, model.config.vocab_size, PaperSettings())
-        return model, read_model(folder, spec.open()), outputs
+        return model, read_model(folder, open_spec(spec)), outputs
 
     rows = []
     for table, base, suspect, kin in runtime.progress(pairs, desc="lineage", unit=" pairs"):
@@ -176,7 +188,7 @@ def calibrations(settings: OutputSettings):
     runtime.start(settings)
     runs = calibration_runs("backcopy", "laptop")
     train_all(runs.values())
-    experiment = Experiment.begin("calibrations", "BB Figure 12; SO", settings)
+    experiment = Experiment("calibrations", "BB Figure 12; SO", settings)
     rows = [end_of(run, *key)[0] for key, run in runs.items()]
     for path in sorted(Path(TEXT).glob(f"{CONFIG}-*.jsonl")):
         begun, *_, end = read_rows(path)
@@ -213,7 +225,7 @@ def perplexity(settings: PerplexitySettings):
     runtime.start(settings)
     runs = calibration_runs("laptop")
     train_all(runs.values())
-    experiment = Experiment.begin("perplexity", "BB Table 7", settings)
+    experiment = Experiment("perplexity", "BB Table 7", settings)
     reading = TextSettings(text=settings.text, num_sequences=256, device=experiment.device.type)
     rows = []
     for key, run in runs.items():
@@ -221,7 +233,7 @@ def perplexity(settings: PerplexitySettings):
         model = spec.load(experiment.device, experiment.dtype)
         tokens = read_tokens(reading, spec, model.config.context_length + 1)
         windows = tokens[:, :-1], tokens[:, 1:]
-        loss = train.evaluate(model, *windows, 16, experiment.device, torch.float32)  # no autocast
+        loss = train.mean_loss(model, *windows, 16, experiment.device, torch.float32)  # no autocast
         rows.append(begun_row(run, *key) | {"text_loss": loss, "text_sha256": sha256(Path(settings.text))})
     return experiment.save(rows)
 

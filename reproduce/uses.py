@@ -16,10 +16,9 @@ from lib.figures import curves
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure.attention import batches, check_seen, constants_at, with_constants
-from measure.units import alpha_and_loss
-from sinks import Settings, measure_models, split_windows
+from sinks import Settings, alpha_and_loss, measure_models, split_windows
 from sources.inputs import bos_of
-from sources.parts import is_linear
+from strangers.parts import is_linear
 
 BIN = 32  # predictions in a point of `streaming`'s figure
 

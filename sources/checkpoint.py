@@ -5,42 +5,54 @@
 >>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
 >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or any causal language model; or a .gguf
 >>> model = checkpoint.load("Qwen/Qwen2.5-0.5B")      # from the Hub: also ORG/NAME@COMMIT, ORG/NAME/file.gguf
+
+A newborn, and a checkpoint that was saved here, are read here. All other models are a `stranger`'s.
 """
 
 import functools
 import json
 import re
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from os.path import exists, isdir, isfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
-from init import birth_value, newborn
-from lib.files import atomic_folder, read_json
-from lib.results import HUB_COMMITS
-from lib.settings import UserError, check_choice, closest
-from model import PRESETS, Transformer
-from sources import formats
-from sources.formats import CheckpointReader, config_json, open_checkpoint, parameter_shapes
-from sources.gguf import LazyTensor, smollm2
+from init import newborn
+from lib.files import as_user_error, atomic_folder, check_regular, read_json
+from lib.settings import UserError, check_choice, from_values
+from model import PRESETS, ModelConfig, Transformer
 
-ON_HUB = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
-FOLDERS = ("runs", "data", "models", "results")  # a user's, never looked up on the Hub
+WEIGHTS = "model.safetensors"
+OURS = "bornbiased"  # marks a config.json that was written here; the model_type of what only model.py is
+KEYS = {  # of config.json: our name, and Hugging Face's
+    "vocab_size": "vocab_size",
+    "d_model": "hidden_size",
+    "d_ff": "intermediate_size",
+    "head_dim": "head_dim",
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "norm_epsilon": "rms_norm_eps",
+    "num_kv_heads": "num_key_value_heads",
+    "context_length": "max_position_embeddings",
+    "tie_embeddings": "tie_word_embeddings",
+}
 
 
 @dataclass(frozen=True)
 class Spec:
-    """A model by name: a checkpoint folder, or a newborn of a preset and its seeds."""
+    """A model by name: a newborn of a preset and its seeds, or a checkpoint folder that was saved here."""
 
     name: str  # as the user wrote it
-    folder: Path | None = None  # or a single file, of weights or .gguf
+    folder: Path | None = None
     preset: str | None = None
     seed: int | None = None
     embedding_seed: int | None = None
     scheme: str = "gpt2"  # how the newborn is drawn
+
+    is_ours = True  # a stranger's is not
+    tokenizer_files = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
 
     @property
     def label(self):
@@ -51,119 +63,101 @@ class Spec:
         return f"{self.name}@{self.seed}{embedding}"
 
     @property
-    def is_newborn(self):
-        return self.folder is None
-
-    @functools.cached_property
     def place(self):
-        """The folder or file; for a .gguf file the folder it was converted to."""
-        if not formats.is_gguf(self.folder):
-            return self.folder
-        from sources import strangers  # importing transformers takes seconds
-
-        return strangers.converted(self.folder)
-
-    @functools.cached_property
-    def is_ours(self):
-        """Whether model.py runs it: a newborn, or a checkpoint saved here."""
-        return self.is_newborn or (not formats.is_gguf(self.folder) and formats.is_ours(self.folder))
-
-    @functools.cached_property
-    def own_config(self):
-        """The ModelConfig; UserError for a folder of another architecture."""
-        if self.is_newborn:
-            return PRESETS[self.preset]
-        return formats.config_from_hf(formats.raw_config(self.place), self.place)
+        """The folder or file of the weights; None for a newborn."""
+        return self.folder
 
     @functools.cached_property
     def config(self):
-        """What is known without the weights: `own_config`, or a sources.lens.Shape."""
-        if self.is_ours:
-            return self.own_config
-        from sources import lens, strangers
+        """What is known without the weights: a ModelConfig; a stranger's is a strangers.lens.Shape."""
+        return self.own_config
 
-        return lens.shape_of(strangers.stranger_config(self.place))
+    @property
+    def own_config(self):
+        """The ModelConfig; UserError for a stranger of another architecture."""
+        if self.preset:
+            return PRESETS[self.preset]
+        return config_of(read_json(self.folder / "config.json"), self.folder)
 
     @functools.cached_property
     def tokenizer_file(self):
         """The file of the model's own tokenizer; None if there is none that we can read."""
-        if self.is_newborn:
+        if self.place is None:
             return None
-        names = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
-        if not self.is_ours:
-            names = ("tokenizer.json", "tokenizer.model")  # as transformers takes them
-        paths = [formats.folder_of(self.place) / name for name in names]
-        return next(filter(isfile, paths), None)
+        folder = self.place if isdir(self.place) else self.place.parent
+        return next((folder / name for name in self.tokenizer_files if isfile(folder / name)), None)
 
     def begins_with_bos(self, tokenizer):
-        """Whether the model was trained with BOS in front, by its run's settings or its tokenizer's rule."""
-        if not self.is_ours:
-            return tokenizer.adds_bos
-        if self.is_newborn:
+        """Whether the model was trained with BOS in front: its run's settings say so."""
+        if self.folder is None:
             return False
-        settings = formats.folder_of(self.place).parent / "settings.json"
+        settings = self.folder.parent / "settings.json"
         return exists(settings) and bool(read_json(settings).get("bos_first"))
 
-    def open(self, any_architecture=False):
-        """A CheckpointReader; UserError for an architecture that is not ours, unless any is allowed."""
-        if self.is_newborn:
-            return Newborn(self.own_config, self.seed, self.embedding_seed, self.scheme)
-        return open_checkpoint(self.folder if any_architecture else self.place, any_architecture)
-
     def load(self, device="cpu", dtype=torch.float32):
-        """The model in eval mode, in `dtype`: a Transformer, or a sources.lens.Lens for any other."""
-        if self.is_ours:
-            return self.load_own(device, dtype)
-        from sources import strangers
-
-        return strangers.open_lens(self.place, device, dtype)
+        """The model in eval mode, its blocks in `dtype`: a Transformer; a stranger's is a Lens."""
+        return self.load_own(device, dtype)
 
     def load_own(self, device="cpu", dtype=torch.float32):
-        """The Transformer in eval mode, its blocks in `dtype`; UserError for weights that are not finite."""
-        if self.is_newborn:
+        """The Transformer in eval mode, its blocks in `dtype`; UserError for weights that do not fit."""
+        if self.preset:
             return newborn(self.preset, self.seed, self.embedding_seed, self.scheme, device, dtype)
-        checkpoint = self.open()
-        with torch.device("meta"):
-            model = Transformer(checkpoint.config).cast_blocks(dtype)
-        weights = {}
-        for name, parameter in model.named_parameters():
-            weights[name] = checkpoint.read(name).to(device, parameter.dtype).contiguous()
-        model.load_state_dict(weights, assign=True)  # without a copy
-        model.precompute_rope()
-        return model.eval()
+        path = self.folder / WEIGHTS
+        check_regular(path)
+        with as_user_error(path):
+            weights = load_file(path)
+        return built(self.own_config, weights, path, device, dtype)
+
+
+def built(config: ModelConfig, weights, place, device, dtype):
+    """The Transformer of tensors by name, in eval mode; UserError if they are not finite, or not its own."""
+    if config.num_layers > len(weights):  # building the layers might take all memory
+        raise UserError(f"{place}: too few tensors for {config.num_layers} layers")
+    with torch.device("meta"):
+        model = Transformer(config).cast_blocks(dtype)
+    parameters = dict(model.named_parameters())
+    shapes = {(name, tuple(parameter.shape)) for name, parameter in parameters.items()}
+    differing = shapes ^ {(name, tuple(weight.shape)) for name, weight in weights.items()}
+    if differing:
+        name, shape = min(differing)
+        raise UserError(f"{place}: {name} {shape} is missing or unknown, by what config.json says")
+    for name, weight in weights.items():
+        weights[name] = finite(place, name, weight).to(device, parameters[name].dtype).contiguous()
+    model.load_state_dict(weights, assign=True)  # without a copy
+    return model.eval()
+
+
+def finite(place, name, weight):
+    """The same weight; UserError if it is not finite."""
+    if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():  # which takes no memory
+        raise UserError(f"{place}: {name} is not finite: check it for NaN")
+    return weight
 
 
 def parse_spec(text, scheme="gpt2", in_parts=False):
-    """The Spec of PRESET@SEED, PRESET@SEED:EMBEDDING_SEED, smollm2, a folder, a file or a Hub name.
+    """The Spec of PRESET@SEED, PRESET@SEED:EMBEDDING_SEED, a folder, a file, smollm2, or a name of the Hub.
 
     If `in_parts`, weights on the Hub are fetched when they are read, and no more than that.
     """
-    if text == "smollm2":
-        return Spec(text, smollm2())
-    folder = Path(text)
-    if isdir(text) and not exists(folder / "config.json"):
-        inside = steps(folder)[-1:] or list(folder.glob("*.[gG][gG][uU][fF]"))  # a run's newest step
-        folder = inside[0] if len(inside) == 1 else folder
-    if exists(text):
-        return Spec(text, folder)
+    path = Path(text)
     match = re.fullmatch(r"([^/]+)@(\d{1,40})(?::(\d{1,40}))?", text)
-    if match:
+    if match and not exists(path):
         preset, seed, embedding_seed = match.groups()
         check_choice(preset, PRESETS, "preset")
         return Spec(text, None, preset, int(seed), int(embedding_seed or seed), scheme)
-    found = ON_HUB.fullmatch(text)
-    names = {"smollm2": "smollm2", **{preset: f"{preset}@42" for preset in PRESETS}}
-    meant = names.get(closest(text, names, 0.75))  # gpt2 is a name of the Hub
-    if found and not meant and text.split("/")[0] not in FOLDERS:  # never paths of the user
-        from sources import hub  # slow to import
+    folder = path.parent if path.name == WEIGHTS else path
+    for place in (folder, *steps(folder)[-1:]):  # a run means its newest step
+        config = place / "config.json"
+        if isfile(place / WEIGHTS) and isfile(config) and is_ours(read_json(config)):
+            return Spec(text, place)
+    return stranger(text, in_parts)
 
-        folder = hub.fetch(*found.groups(), in_parts)
-        HUB_COMMITS[text] = formats.folder_of(folder).name
-        return Spec(text, folder)
-    presets = ", ".join(f"{preset}@SEED" for preset in PRESETS)
-    expected = f"a checkpoint folder, a .gguf file, ORG/NAME on the Hub, smollm2, or a newborn: {presets}"
-    hint = f"did you mean {meant}?" if meant else f"expected {expected}"
-    raise UserError(f"no model {text!r}: {hint}")
+
+def stranger(text, in_parts):
+    """The Spec of a model that was not saved here; the only place where the core enters strangers/."""
+    from strangers.names import find
+
+    return find(text, in_parts)
 
 
 def specs_of(names, seeds, embedding_seed=None, scheme="gpt2"):
@@ -200,17 +194,6 @@ def check_lengths(lengths, context, flag="--sequence-length") -> None:
             raise UserError(f"{flag} {length}: expected 1 to {context}, the model's context or window")
 
 
-class Newborn(CheckpointReader):
-    """A CheckpointReader of a newborn: each parameter is drawn when it is read."""
-
-    def __init__(self, config, seed, embedding_seed=None, scheme="gpt2"):
-        tensors = {}
-        for name, shape in parameter_shapes(config).items():
-            draw = partial(birth_value, config, name, shape, seed, embedding_seed, scheme)
-            tensors[name] = LazyTensor(shape, "F32", lambda part=(), draw=draw: draw()[part])
-        super().__init__(None, tensors, config)
-
-
 def save(folder, model, tokenizer=None) -> None:
     """Write a checkpoint folder, whole or not at all; UserError if the disk is full or read-only."""
     with atomic_folder(folder) as new:
@@ -219,7 +202,7 @@ def save(folder, model, tokenizer=None) -> None:
 
 def write(folder, model, tokenizer=None) -> None:
     """Write a checkpoint and its tokenizer's files into an empty folder."""
-    save_file(dict(model.named_parameters()), folder / "model.safetensors", {"format": "pt"})
+    save_file(dict(model.named_parameters()), folder / WEIGHTS, {"format": "pt"})
     config = config_json(model.config)
     if tokenizer is not None:
         tokenizer.save(folder, config["model_type"])
@@ -228,3 +211,33 @@ def write(folder, model, tokenizer=None) -> None:
         if "architectures" in config:  # else transformers takes Llama's
             config |= special
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def config_json(config: ModelConfig):
+    """What config.json says of a model: a LLaMA's or Qwen2's keys where they can say it, else our own."""
+    whole = replace(config, num_kv_heads=config.kv_heads, head_dim=config.head_size)
+    family = "qwen2" if config.qkv_bias else "llama"
+    raw = {
+        "model_type": family,
+        "architectures": [f"{family.capitalize()}ForCausalLM"],
+        **{theirs: getattr(whole, ours) for ours, theirs in KEYS.items()},
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        OURS: True,
+    }
+    return raw if config_of(raw, family) == whole else {"model_type": OURS, **asdict(config)}
+
+
+def is_ours(raw):
+    """Whether `config_json` wrote a config.json; what transformers has saved since may be another model."""
+    return OURS in (raw.get("model_type"), *raw) and "transformers_version" not in raw
+
+
+def config_of(raw, place):
+    """The ModelConfig of what `config_json` wrote; UserError if it is damaged."""
+    values = {name: value for name, value in raw.items() if name != "model_type"}
+    if raw["model_type"] != OURS:
+        with as_user_error(place):
+            values = {ours: raw[theirs] for ours, theirs in KEYS.items()}
+            values["rope_theta"] = raw["rope_parameters"]["rope_theta"]
+        values["qkv_bias"] = raw["model_type"] == "qwen2"
+    return from_values(ModelConfig, values, place)

@@ -22,15 +22,13 @@ import hashlib
 import io
 import itertools
 import json
+import os
 import re
-import shlex
 import sysconfig
 import warnings
 from array import array
-from collections import Counter
 from dataclasses import dataclass
 from importlib.util import find_spec
-from os.path import exists, isdir
 from pathlib import Path
 from typing import Literal
 
@@ -38,11 +36,11 @@ import numpy as np
 import torch
 from tyro.conf import Positional
 
-from lib.files import atomic_folder, check_regular, read_json, sha256
+from lib.files import atomic_folder, check_regular, read_json
 from lib.random import keyed_generator
-from lib.runtime import progress, together
-from lib.settings import Command, UserError, from_values, is_first_process, run_script, say
-from sources.tokenizers import load_tokenizer, tell_spelled
+from lib.runtime import first_process_first, progress
+from lib.settings import Command, UserError, from_values, run_script, say
+from sources.tokenizers import load_tokenizer
 
 PAGE = 2**16  # characters; longer documents are read in pieces, cut at line ends
 WINDOW = 2**10  # tokens; long documents hold out windows of up to twice as many
@@ -63,21 +61,34 @@ class Settings:
     out: str | None = None  # folder to make; None: data/SOURCE-TOKENIZER
 
 
-def pieces(source):
-    """The pieces of a source, in order: (text, not empty; whether it begins a document)."""
-    return filter(lambda piece: piece[0], itertools.chain(*[pieces_of(name) for name in source]))
+def places_of(source):
+    """What a source is read from, each once: names, and files; UserError for a name that means no text."""
+    places = {}
+    count = 0
+    for name in source:
+        found = [name] if name in NAMES else text_files(name)
+        if not found:
+            expected = f"{', '.join(TEXT)}, folders or globs of these, {', '.join(NAMES)}"
+            raise UserError(f"no text in '{name}': expected {expected}")
+        for place in found:
+            count += 1
+            places.setdefault(os.path.realpath(place), place)
+    if len(places) < count:
+        say(f"{count - len(places):,} of {count:,} files are named twice, and read once")
+    return list(places.values())
+
+
+def pieces(places):
+    """The pieces of places, in order: (text, not empty; whether it begins a document)."""
+    return filter(lambda piece: piece[0], itertools.chain.from_iterable(map(pieces_of, places)))
 
 
 def pieces_of(name):
-    """The pieces of one name in a source; UserError, at once, if it names no text."""
+    """The pieces of one place: a file, or one of NAMES."""
     if name == "backcopy":
         return ((text, True) for text in backcopy())
     if name not in NAMES:
-        files = text_files([name])
-        if not files:
-            expected = f"{', '.join(TEXT)}, folders or globs of these, {', '.join(NAMES)}"
-            raise UserError(f"no text in '{name}': expected {expected}")
-        return itertools.chain.from_iterable(map(read, files))
+        return read(name)
     if name == "packages":
         files = package_files()
     else:  # the standard library, without packages installed in its folder
@@ -87,9 +98,16 @@ def pieces_of(name):
     return ((docstrings(code) if name == "docstrings" else code, True) for code in codes)
 
 
-def text_files(source):
-    """The text files of a source."""
-    return [file for file in files_of(source) if file.suffix.lower() in TEXT]
+def text_files(name):
+    """The text files of a name: a file, those of a glob, and those in folders that are not hidden."""
+    files = []
+    for path in sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]:
+        if path.is_dir():
+            inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
+            files += [file for file in inside if "/." not in f"/{file.relative_to(path).as_posix()}"]
+        else:
+            files.append(path)
+    return [file for file in files if file.suffix.lower() in TEXT]
 
 
 def package_files():
@@ -103,20 +121,6 @@ def package_files():
                 files[file.relative_to(folder.parent).as_posix()] = file
     names = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     return [files[name] for name in names]
-
-
-def files_of(source):
-    """The distinct files of a source: named, of globs, and in folders, there those that are not hidden."""
-    files = []
-    names = [name for name in source if name not in NAMES]
-    paths = [sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)] for name in names]
-    for path in itertools.chain(*paths):
-        if isdir(path):
-            inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
-            files += [file for file in inside if "/." not in f"/{file.relative_to(path).as_posix()}"]
-        else:
-            files.append(path)
-    return dict.fromkeys(files)
 
 
 def read(file):
@@ -186,66 +190,47 @@ def default_folder(source, tokenizer):
     return Path("data") / name
 
 
-def open_data(settings, begins=False):
-    """The data set of a run; the default one is made if missing, and checked when a run starts."""
+def stamps_of(source):
+    """The size in bytes and the time of change, in ns, of each file of a source that is there."""
+    files = [file for name in source if name not in NAMES for file in text_files(name) if file.exists()]
+    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+
+
+def open_data(settings, is_new):
+    """The data set of a run; the default one is made if missing. A new run's source may not have changed."""
     folder = Path(settings.data or default_folder(settings.source, settings.tokenizer))
-    together(make_or_check, folder, settings, begins)  # before a rank opens it
+    with first_process_first():
+        if settings.data is None and not folder.exists():
+            say(f"preparing {folder}, once")
+            prepare(Settings(source=settings.source, tokenizer=settings.tokenizer))
     tokens = TokenData(folder, settings.bos_first)
+    if is_new and settings.data is None and tokens.meta.files != stamps_of(tokens.meta.source):
+        ways = f"remove it to prepare it anew, or read it as it is with --data {folder}"
+        raise UserError(f"{folder} was made before its source, {' '.join(settings.source)}, changed: {ways}")
     for split in ("train", "val"):
         tokens.num_windows(split, settings.sequence_length)  # UserError if there is none
     say(f"{folder}: {tokens.meta.tokens['train']:,} training tokens, {tokens.meta.fingerprint[:12]}")
     return tokens
 
 
-def make_or_check(folder, settings, begins) -> None:
-    """Prepare a run's default data set if missing; UserError if its source has changed since."""
-    if settings.data is not None or (folder.exists() and not begins):
-        return
-    if not folder.exists():
-        if is_first_process():
-            print(f"preparing {folder}, once")
-            prepare(Settings(source=settings.source, tokenizer=settings.tokenizer))
-        return
-    meta = TokenData(folder).meta
-    files = [file for file in text_files(meta.source) if file.exists()]
-    if meta.times in (None, times_of(files)):  # older data sets have none
-        return
-    if not files:
-        say(f"{folder}: its source is no longer here")
-    elif content_of(files) != meta.content:
-        ways = f"remove it to prepare it anew, or read it as it is with --data {shlex.quote(str(folder))}"
-        raise UserError(f"{folder} was made of other text than {' '.join(meta.source)} holds now: {ways}")
-
-
-def times_of(files):
-    """A digest of files' names, sizes and times, which shows changes without reading them."""
-    lines = [f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}\n" for file in files]
-    return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-
-def content_of(files):
-    """A digest of files' contents."""
-    return hashlib.sha256("".join(map(sha256, files)).encode()).hexdigest()
-
-
 def prepare(settings: Settings):
     """Tokenize a source into a folder, which appears complete or not at all, and print its size."""
     out = Path(settings.out or default_folder(settings.source, settings.tokenizer))
-    if exists(out):
+    if out.exists():
         raise UserError(f"{out} exists: choose another --out, or remove it")
     if not 0 < settings.held_out < 1:
         raise UserError(f"--held-out {settings.held_out}: expected a number between 0 and 1")
-    files = text_files(settings.source)
-    passed_over = sorted(files_of(settings.source).keys() - files)
-    if passed_over:
-        print(f"skipped {len(passed_over):,} files that are not text, such as {passed_over[0]}")
-    tokenizer = load_tokenizer(settings.tokenizer, (text for text, _ in pieces(settings.source)))
+    places = places_of(settings.source)
+    tokenizer = load_tokenizer(settings.tokenizer, (text for text, _ in pieces(places)))
     if tokenizer.bos is None:
         print(f"{settings.tokenizer} has neither BOS nor EOS: nothing separates documents")
     with atomic_folder(out) as folder:
-        meta = {"source": settings.source, "tokenizer": settings.tokenizer}
-        meta |= {"content": content_of(files), "times": times_of(files)}
-        meta |= write_tokens(folder, pieces(settings.source), tokenizer, settings.held_out)
+        meta = {
+            "source": settings.source,
+            "files": stamps_of(settings.source),
+            "tokenizer": settings.tokenizer,
+        }
+        meta |= write_tokens(folder, pieces(places), tokenizer, settings.held_out)
         tokenizer.save(folder)
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     print(f"{out}: {meta['bytes']:,} bytes in {meta['documents']:,} documents, {meta['held_out']} held out")
@@ -262,7 +247,6 @@ def write_tokens(folder, source, tokenizer, share):
     starts = array("Q")  # of documents, in tokens
     num_bytes = 0
     num_tokens = 0
-    spelled = Counter()
     bar = progress(desc="tokenizing", unit="B", unit_scale=True)
     with bar, (folder / "all.bin").open("wb") as file:
         while some := list(itertools.islice(source, 32)):  # a tokenizer's threads share them
@@ -276,11 +260,9 @@ def write_tokens(folder, source, tokenizer, share):
                 size = len(text.encode())
                 bar.update(size)
                 num_bytes += size
-                spelled.update(tokenizer.spelled.findall(text))
                 num_tokens += len(tokens)
     if num_tokens < 2:
         raise UserError("no text: the source is empty")
-    tell_spelled(spelled, "the source")
     held_out, spans = held_out_spans(np.array(starts, np.int64), num_tokens, share)
     fingerprint.update(spans.tobytes())
     sizes = split_tokens(folder, dtype, spans)
@@ -334,6 +316,7 @@ class Meta:
     """The contents of meta.json."""
 
     source: tuple[str, ...]
+    files: dict[str, list[int]]  # of the source: size and time of each
     tokenizer: str  # as requested
     bytes: int
     documents: int
@@ -343,8 +326,6 @@ class Meta:
     dtype: Literal["uint16", "uint32"]
     fingerprint: str  # a hash of all tokens, the tokenizer and the held-out spans
     held_out: str  # in words
-    times: str | None = None  # digests of the source files: names, sizes and times,
-    content: str | None = None  # and contents
 
 
 class TokenData:
@@ -353,7 +334,7 @@ class TokenData:
     def __init__(self, folder, bos_first=False):
         self.folder = Path(folder)
         path = self.folder / "meta.json"
-        if not exists(path):
+        if not path.exists():
             remedy = "prepare one with python -m sources.data SOURCE --out FOLDER"
             raise UserError(f"no data set in {folder}: {remedy}")
         self.meta = from_values(Meta, read_json(path), f"{path}, to be prepared anew")
@@ -410,7 +391,7 @@ def permutation(data_seed, epoch, T, size):
     return keyed_generator("epoch", data_seed, epoch, T).permutation(size)
 
 
-COMMANDS = {"": Command(prepare, Settings(), has_config=False)}  # a file of code is text here
+COMMANDS = {"": Command(prepare, Settings())}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

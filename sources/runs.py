@@ -1,38 +1,32 @@
-"""A run folder: what it holds, and how it stays whole."""
+"""A run folder: what a run begins and resumes with, and how the folder stays whole."""
 
 import contextlib
 import fcntl
 import json
-import mmap
-import os
-import shlex
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from init import newborn
 from lib import runtime
 from lib.figures import curves
-from lib.files import atomic_file, atomic_folder, check_regular, read_json, remove, remove_leftovers, sha256
+from lib.files import as_user_error, atomic_file, atomic_folder, read_json, remove
 from lib.results import HUB_COMMITS, commit
-from lib.settings import UserError, from_values, is_first_process, say
+from lib.settings import UserError, from_values, rank, say
+from model import PRESETS
 from sources import checkpoint
+from sources.inputs import check_tokenizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, and their suffixes in a file
-STEP_FILES = ("config.json", "model.safetensors", "optimizer.safetensors")  # that --resume reads
-LARGEST_LOG = 2**31  # bytes: ten million steps
-DRAWN = 2000  # points of a curve; a longer log is thinned
-
-
-@dataclass(frozen=True)
-class State:
-    """The contents of a step's state.json."""
-
-    step: int
-    data: str  # fingerprint of the data set
-    sha256: dict[str, str]  # of the step's other files
+OPTIMIZER = "optimizer.safetensors"  # of a step that can be resumed; its metadata name the data set
+SIZES = ("num_layers", "num_heads", "d_model", "d_ff")  # of a preset; settings may change them
+OF_BIRTH = {"model", "seed", "embedding_seed", "init", *SIZES}  # settings that --init-from takes the place of
+# Settings that may change with --resume. A new max_iters also changes the schedule of the learning rate.
+MAY_CHANGE = {"device", "log_every", "eval_every", "eval_sequences", "track_sinks", "save_every", "compile"}
+MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
 
 class Run:
@@ -49,104 +43,50 @@ class Run:
     def has_begun(self):
         return any(self.folder.glob("step_*"))
 
-    def settings(self, asked, given, may_change=()):
-        """The settings the run started with, plus those of `asked` that are given and may change."""
-        begun = from_values(type(asked), read_json(self.settings_file), self.settings_file)
-        changes = {"resume": True, "out": asked.out}
-        for name in given:
-            value = getattr(asked, name)
-            if name in may_change:
-                changes[name] = value
-            elif value != getattr(begun, name):
-                was = f"--{name.replace('_', '-')} {getattr(begun, name)}"
-                raise UserError(f"{self.folder} was started with {was}: resume with the same")
-        return replace(begun, **changes)
-
-    def lock(self):
-        """Lock the folder until the returned file is closed, and remove what killed processes left.
-
-        The file names the holder. UserError if another process group holds it.
-        """
-        path = self.folder / ".lock"
-        lock = path.open("a+")
-        if is_first_process():
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                remedy = f"stop it, or choose another --out (the lock is {path})"
-                raise UserError(f"{path.read_text()} trains in {self.folder}: {remedy}") from None
-            except OSError as error:
-                raise UserError(f"cannot lock {path}: {error}: choose an --out elsewhere") from None
-            lock.truncate(0)
-            print(f"process {os.getpid()} of {os.uname().nodename}", end="", file=lock, flush=True)
-            remove_leftovers(self.folder)
-        return lock
-
-    def newest(self):
-        """The model and State of the newest whole step; UserError if all are damaged."""
-        for folder in checkpoint.steps(self.folder)[::-1]:
-            try:
-                state = from_values(State, read_json(folder / "state.json"), folder / "state.json")
-                sums = {name: sha256(folder / name) for name in STEP_FILES}
-                if folder != self.step_folder(state.step) or not sums.items() <= state.sha256.items():
-                    raise UserError("its files do not match state.json")
-                return checkpoint.load(folder), state
-            except UserError as error:
-                say(f"skipping {folder}: {error}")
-        raise UserError(f"no checkpoint in {self.folder} can be resumed")
-
-    def restore(self, optimizer, model, step) -> None:
-        """Load a step's moments of a model's parameters into a fresh AdamW."""
-        if step > 0:
-            with safe_open(self.step_folder(step) / "optimizer.safetensors", "pt") as moments:
-                for name, parameter in model.named_parameters():
-                    values = {"step": torch.tensor(float(step), device=parameter.device)}
-                    for moment in MOMENTS:
-                        values[moment] = moments.get_tensor(f"{name}.{moment}").to(parameter, copy=True)
-                    optimizer.state[parameter] = values
-
-    def begin(self, settings, step, tokens) -> None:
-        """Bring the folder to its state after a step: cut later rows, prune steps that a kill left."""
-        if not is_first_process():
-            return
-        with atomic_file(self.settings_file) as temporary:
-            temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
-        if step == 0:
-            birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "hub": HUB_COMMITS}
-            birth |= {"threads": torch.get_num_threads(), "processes": runtime.world_size()}
-            birth["data"] = tokens.meta.fingerprint
-            write_log(self.log, [birth])
-        else:
-            self.cut(step)
-        self.prune(settings.keep, step)
-
-    def cut(self, step) -> None:
-        """Cut the log after the row of a step, before its evaluation, which is repeated."""
-        if self.log.exists():
-            with self.opened_log() as log:
-                place = log.rfind(b'{"step": %d, "loss"' % step)
-                end = log.rfind(b"\n") if place < 0 else log.find(b"\n", place)
-            os.truncate(self.log, end + 1)
+    def settings(self, kind):
+        """The settings that the run was started with, to resume it; None if there are none."""
+        if not self.settings_file.exists():
+            return None
+        begun = from_values(kind, read_json(self.settings_file), self.settings_file)
+        return replace(begun, resume=True, out=str(self.folder))
 
     @contextlib.contextmanager
-    def opened_log(self):
-        """A context with the bytes of the log, memory-mapped."""
-        check_regular(self.log, LARGEST_LOG)
-        with self.log.open("rb") as file:
-            yield mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if self.log.stat().st_size else b""
+    def lock(self):
+        """A context in which no other process trains in the folder; what killed ones left is removed."""
+        with (self.folder / ".lock").open("w") as file:
+            if rank() == 0:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except OSError as error:
+                    raise UserError(f"{self.folder} is locked, does a process train in it? {error}") from None
+                for left in self.folder.glob(".*.tmp"):
+                    remove(left)
+            yield
+
+    def rows(self, settings, step, tokens):
+        """The log up to the row of a step; of a new run, a row that says what made it."""
+        if step > 0 or self.has_begun():
+            return [row for row in read_rows(self.log) if row["step"] <= step] or [{"step": step}]
+        birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "hub": HUB_COMMITS}
+        birth |= {"threads": torch.get_num_threads(), "processes": runtime.world_size()}
+        return [birth | {"data": tokens.meta.fingerprint}]
+
+    def begin(self, settings, rows) -> None:
+        """Write the settings and the log."""
+        if rank() == 0:
+            write_log(self.log, rows)
+            with atomic_file(self.settings_file) as temporary:
+                temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
 
     def append(self, row) -> None:
-        """Append a row to the log; UserError if it cannot be written."""
-        if is_first_process():
-            try:
-                with self.log.open("a") as file:
-                    file.write(json.dumps(row) + "\n")
-            except OSError as error:
-                raise UserError(f"cannot write {self.log}: {error}") from None
+        """Append a row to the log."""
+        if rank() == 0:
+            with self.log.open("a") as file:
+                file.write(json.dumps(row) + "\n")
 
     def save(self, step, model, optimizer, tokens, keep) -> None:
-        """Write a step's checkpoint, and remove those that `keep` does not keep."""
-        if not is_first_process():
+        """Write a step's checkpoint. Of earlier ones, remove those that `keep` does not keep."""
+        if rank() > 0:
             return
         with atomic_folder(self.step_folder(step)) as new:
             checkpoint.write(new, model, tokens.tokenizer)
@@ -154,58 +94,115 @@ class Run:
             for name, parameter in model.named_parameters():
                 for moment in MOMENTS if step > 0 else ():
                     moments[f"{name}.{moment}"] = optimizer.state[parameter][moment]
-            save_file(moments, new / "optimizer.safetensors")
-            sums = {file.name: sha256(file) for file in sorted(new.iterdir())}
-            state = State(step, tokens.meta.fingerprint, sums)
-            (new / "state.json").write_text(json.dumps(asdict(state)) + "\n")
-        self.prune(keep, step)
-
-    def prune(self, keep, newest) -> None:
-        """Up to the newest step, remove those not kept, and all optimizers but the last two."""
-        known = [folder for folder in checkpoint.steps(self.folder) if folder <= self.step_folder(newest)]
-        for folder in known[:-2]:
-            step = int(folder.name.removeprefix("step_"))
-            if keep == "all" or step == 0 or (keep == "powers" and is_power_of_two(step)):
-                (folder / "state.json").unlink(missing_ok=True)
-                (folder / "optimizer.safetensors").unlink(missing_ok=True)
+            save_file(moments, new / OPTIMIZER, {"data": tokens.meta.fingerprint})
+        for folder in checkpoint.steps(self.folder)[:-2]:
+            before = int(folder.name.removeprefix("step_"))
+            if keep == "all" or before == 0 or (keep == "powers" and is_power_of_two(before)):
+                remove(folder / OPTIMIZER)
             else:
                 remove(folder)
 
-    def diverged(self, step, what):
-        """The UserError for a loss that is not finite; renames the step's checkpoint if there is one."""
-        bad = self.step_folder(step)
-        if bad.exists() and is_first_process():
-            aside = self.folder / f"diverged_{step:07}"
-            remove(aside)  # of an earlier attempt
-            bad.rename(aside)
-        good = [folder for folder in checkpoint.steps(self.folder) if folder < bad]
-        hint = "start from other weights"
-        if good:
-            hint = f"try --init-from {shlex.quote(str(good[-1]))} --out ANOTHER and a lower --learning-rate"
-        return UserError(f"step {step}: {what}; {hint}")
+    def newest(self, tokens):
+        """The model of the newest step, and the step; UserError if it was trained on other data."""
+        folder = checkpoint.steps(self.folder)[-1]
+        path = folder / OPTIMIZER
+        with as_user_error(path), safe_open(path, "pt") as moments:
+            if moments.metadata()["data"] != tokens.meta.fingerprint:
+                raise UserError(f"{tokens.folder} is not the data set that {self.folder} was started with")
+        return checkpoint.load(folder), int(folder.name.removeprefix("step_"))
+
+    def restore(self, optimizer, model, step) -> None:
+        """Load a step's moments of a model's parameters into a fresh AdamW."""
+        path = self.step_folder(step) / OPTIMIZER
+        with as_user_error(path), safe_open(path, "pt") as moments:
+            for name, parameter in model.named_parameters():
+                values = {"step": torch.tensor(float(step), device=parameter.device)}
+                for moment in MOMENTS:
+                    values[moment] = moments.get_tensor(f"{name}.{moment}").to(parameter, copy=True)
+                optimizer.state[parameter] = values
 
     def draw_loss(self) -> None:
         """Draw loss.png from the log."""
-        if not is_first_process():
-            return
         points = []
-        for key, split in (("val_loss", "held out"), ("loss", "training")):
-            for row in parsed(self.lines_with(b'"%s"' % key.encode())):
-                points.append({"step": row["step"], "split": split, "loss": row[key]})
-        options = {"x": "step", "y": "loss", "series": "split", "style": ".-", "ylabel": "loss, nats/token"}
+        for row in read_rows(self.log) if rank() == 0 else ():
+            for key, split in (("val_loss", "held out"), ("loss", "training")):
+                if key in row:
+                    points.append({"step": row["step"], "split": split, "loss": row[key]})
         if points:
-            curves(points, self.folder / "loss.png", "Does the loss fall?", **options)
+            options = {"x": "step", "y": "loss", "series": "split", "style": ".-"}
+            curves(points, self.folder / "loss.png", "Does the loss fall?", ylabel="nats/token", **options)
 
-    def lines_with(self, key):
-        """The lines of the log with a key; of a long log about DRAWN of them, evenly spread."""
-        lines = []
-        with self.opened_log() as log:
-            place, last = log.find(key), log.rfind(key)
-            while place >= 0:
-                lines.append(log[log.rfind(b"\n", 0, place) + 1 : log.find(b"\n", place)])
-                after = log.find(key, place + max(1, len(log) // DRAWN))
-                place = last if after < 0 and place < last else after
-        return lines
+
+def completed(settings, defaults):
+    """The settings that a run begins with, or goes on with; UserError for settings that do not go together.
+
+    A value that equals its default counts as not given.
+    """
+    kind = type(settings)
+    run = Run(settings.out)
+    values = asdict(settings)
+    given = {name: value for name, value in values.items() if value != getattr(defaults, name)}
+    if run.has_begun() and not settings.resume:
+        raise UserError(f"{run.folder} holds a run: continue it with --resume, or choose another --out")
+    begun = run.settings(kind) if settings.resume else None
+    if begun is not None:
+        for name in given.keys() - MAY_CHANGE:
+            if given[name] != getattr(begun, name):
+                was = f"{flag(name)} {getattr(begun, name)}"
+                raise UserError(f"{run.folder} was started with {was}: resume with the same")
+        return replace(begun, **given)
+    if settings.resume:
+        if values == asdict(kind()) | {name: values[name] for name in MAY_CHANGE}:
+            raise UserError(f"no run in {run.folder} to resume: check --out, or start one without --resume")
+        say(f"no run in {run.folder} to resume: starting it")
+    if settings.init_from:
+        for name in sorted(OF_BIRTH & given.keys()):
+            raise UserError(f"{flag(name)}: {settings.init_from} sets it; leave one out")
+        if settings.model != kind().model:
+            say(f"the config file's model {settings.model} is ignored: --init-from {settings.init_from}")
+    if settings.warmup_iters is None:
+        settings = replace(settings, warmup_iters=min(100, settings.max_iters // 6))
+    return settings
+
+
+def flag(name):
+    """A setting as the command line spells it."""
+    return "--" + name.replace("_", "-")
+
+
+def new_config(settings):
+    """The ModelConfig that a new run begins with; UserError for settings that do not fit."""
+    wishes = {name: getattr(settings, name) for name in ("attn_calibration", "explicit_sink")}
+    if settings.init_from:
+        config = checkpoint.parse_spec(settings.init_from).own_config
+        for name, wish in wishes.items():
+            if wish not in ("none", False, getattr(config, name)):
+                raise UserError(f"{flag(name)} {wish}: {settings.init_from} has {getattr(config, name)}")
+    else:
+        sizes = {name: getattr(settings, name) for name in SIZES if getattr(settings, name) is not None}
+        if "num_heads" in sizes:
+            sizes |= {"num_kv_heads": None, "head_dim": None}  # these follow from the number of heads
+        try:
+            config = replace(PRESETS[settings.model], **sizes, **wishes)
+        except ValueError as error:
+            raise UserError(f"inconsistent sizes: {error}") from None
+    checkpoint.check_lengths((settings.sequence_length,), config.context_length)
+    return config
+
+
+def new_model(settings, config, tokens):
+    """The float32 model that a new run begins with; UserError if it does not fit the data."""
+    if settings.init_from:
+        spec = checkpoint.parse_spec(settings.init_from)
+        check_tokenizer(spec, tokens)
+        model = spec.load_own()
+    else:
+        config = replace(config, vocab_size=tokens.vocab_size)
+        model = newborn(config, settings.seed, settings.embedding_seed, settings.init)
+    if tokens.vocab_size > model.config.vocab_size:
+        sizes = f"{tokens.vocab_size} tokens, the model {model.config.vocab_size}"
+        raise UserError(f"{tokens.folder} has {sizes}: use another --tokenizer")
+    return model
 
 
 def is_power_of_two(step):
@@ -213,23 +210,14 @@ def is_power_of_two(step):
     return step & (step - 1) == 0
 
 
-def parsed(lines):
-    """Yield the JSON rows of lines, skipping half-written ones."""
-    for line in lines:
+def read_rows(path):
+    """Yield the rows of a log, but a half-written last one; none if the file is missing."""
+    for line in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             yield json.loads(line)
 
 
-def read_rows(path):
-    """Yield the rows of a log; none if the file is missing."""
-    if path.exists():
-        check_regular(path, LARGEST_LOG)
-        with path.open(errors="replace") as lines:
-            yield from parsed(lines)
-
-
 def write_log(path, rows) -> None:
     """Write a file of JSON rows, one a line."""
-    text = "".join(json.dumps(row) + "\n" for row in rows)
     with atomic_file(path) as temporary:
-        temporary.write_text(text)
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,19 +1,17 @@
 """Turn text into token numbers, and back.
 
 A tokenizer is bpe:N (N tokens, trained here on a text), a SentencePiece .model file, a tokenizer.json, a
-.gguf file or `smollm2` (a model's own), tiktoken:gpt2, or bytes. A special token spelled out in a text, such
-as <|endoftext|>, is ordinary text.
+folder, .gguf file or `smollm2` (a model's own), tiktoken:gpt2, or bytes. A special token spelled out in a
+text, such as <|endoftext|>, is ordinary text.
 """
 
 import functools
 import io
 import json
 import random
-import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from os.path import isfile
+from os.path import isdir, isfile
 from pathlib import Path
 
 import sentencepiece
@@ -21,10 +19,9 @@ import tiktoken
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-from lib.files import LARGEST_TOKENIZER, read_bytes, read_json
+from lib.files import as_user_error, read_bytes, read_json
 from lib.settings import UserError
-from sources.formats import as_user_error, converted_place, is_gguf
-from sources.gguf import smollm2
+from sources.checkpoint import parse_spec
 
 PROBE = " Tell  two\n\tkinds (12 + 3) apart: é ﬁ 日本 👩.\r\n\n"  # different tokenizers cut it differently
 BLANK = "\u2581"  # SentencePiece's
@@ -45,13 +42,6 @@ class Tokenizer:
     piece: Callable | None = None  # token number -> text, if decoding one token loses its blank
     for_transformers: Callable = lambda: None  # -> content of a tokenizer.json; None if it has none
     adds_bos: bool = False  # whether its own rule puts BOS in front of a text
-    special: tuple[str, ...] = ()  # its special tokens
-
-    @functools.cached_property
-    def spelled(self):
-        """A pattern of special tokens that a text may spell: this tokenizer's, and <|endoftext|>."""
-        names = sorted({ENDS[0], *self.special}, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, names)))
 
     def text(self, token):
         """The text of a token; "" if the tokenizer does not have it."""
@@ -92,15 +82,13 @@ def load_tokenizer(name, texts=()):
         return tiktoken_tokenizer(name)
     if name.startswith("bpe:"):
         return sentencepiece_tokenizer(name, train_bpe(name, texts))
-    path = smollm2() if name == "smollm2" else Path(name)
-    if is_gguf(path):
-        path = converted_place(path) / "tokenizer.json"
-        if not isfile(path):
-            raise UserError(f"{name}: open it as a --model first, which converts its tokenizer if it can")
-    if not isfile(path):
-        expected = "bpe:N, a .model or tokenizer.json, tiktoken:gpt2 or bytes"
+    path = Path(name)
+    if name == "smollm2" or path.suffix.lower() == ".gguf" or isdir(path):  # a model's own
+        path = parse_spec(name).tokenizer_file
+    if path is None or not isfile(path):
+        expected = "bpe:N, a .model or tokenizer.json, a model that has one, tiktoken:gpt2 or bytes"
         raise UserError(f"no tokenizer '{name}': expected {expected}")
-    content = read_bytes(path, LARGEST_TOKENIZER)
+    content = read_bytes(path)
     config = path.with_name("tokenizer_config.json")
     rules = read_json(config) if config.exists() else {}
     if path.suffix == ".json":
@@ -129,9 +117,8 @@ def tiktoken_tokenizer(name):
         raise UserError(f"no {name} here: {hint}, or use bpe:N ({error!r})") from None
     encode = coder.encode_ordinary_batch
     eot = coder.eot_token
-    special = tuple(coder.special_tokens_set)
     encoded = name.encode()
-    return Tokenizer(coder.n_vocab, eot, eot, encode, coder.decode, "tokenizer.txt", encoded, special=special)
+    return Tokenizer(coder.n_vocab, eot, eot, encode, coder.decode, "tokenizer.txt", encoded)
 
 
 def json_tokenizer(path, content, rules):
@@ -163,7 +150,7 @@ def json_tokenizer(path, content, rules):
     bos = eos if bos is None else bos
     adds_bos = begins or bool(rules.get("add_bos_token"))
     decode = functools.partial(coder.decode, skip_special_tokens=False)
-    kept = ("tokenizer.json", content, None, lambda: content, adds_bos, tuple(special))
+    kept = ("tokenizer.json", content, None, lambda: content, adds_bos)
     return Tokenizer(vocab_size, bos, eos, encode, decode, *kept)
 
 
@@ -183,7 +170,6 @@ def sentencepiece_tokenizer(name, model, adds_bos=False):
         piece=coder.id_to_piece,
         for_transformers=functools.cache(lambda: tokenizer_json(coder)),
         adds_bos=adds_bos,
-        special=tuple(coder.id_to_piece(i) for i in range(coder.vocab_size()) if coder.is_control(i)),
     )
 
 
@@ -209,32 +195,16 @@ def tokenizer_json(coder):
     return fast.to_str().encode() if is_same else None
 
 
-def tell_spelled(counts, place) -> None:
-    """Print which special tokens a text spells out, and how often; they are text here."""
-    if counts:
-        told = ", ".join(f"{name} {count:,} times" for name, count in counts.most_common(9))
-        print(f"{place} spells out special tokens, which are text here: {told}", file=sys.stderr)
-
-
-def train_bpe(name, texts, sample=400_000, largest=2**28):
-    """The bytes of a SentencePiece file: `bpe:N`, trained on a random `sample` of the lines of `texts`.
-
-    The sample has at most `largest` characters.
-    """
+def train_bpe(name, texts, sample=400_000):
+    """The bytes of a SentencePiece file: `bpe:N`, trained on a random `sample` of the lines of `texts`."""
     generator = random.Random(0)  # always the same sample; SentencePiece's own is not
     lines = []
     all_lines = (line for text in texts for line in text.splitlines() if line.strip())
-    size = 0  # of the sample, in characters
     for i, line in enumerate(all_lines):
         if i < sample:
             lines.append(line)
-            size += len(line)
         elif (place := generator.randrange(i + 1)) < sample:
-            size += len(line) - len(lines[place])
             lines[place] = line
-        while size > largest and len(lines) > 1:  # a smaller sample is as random
-            size -= len(lines.pop(generator.randrange(len(lines))))
-            sample = len(lines)
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.train(

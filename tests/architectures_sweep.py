@@ -21,7 +21,7 @@ from test_architectures import ARCHITECTURES, EXPERTS, GATED, PLAIN, SIZES, T5_S
 
 from lineage.compare import CompareSettings, compare_models, read_model
 from lineage.table import NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
-from sources import formats
+from strangers import formats
 
 FEW = CompareSettings(permutations=999)
 NARROW = PLAIN | {"embedding_size": 64}

@@ -31,7 +31,7 @@ from kill_training import SMALL
 from ranks import processes
 
 import init
-from lib import runtime, settings
+from lib import settings
 from model import ModelConfig
 from sources import checkpoint, data
 
@@ -97,12 +97,6 @@ def with_json(name: str, **changes) -> Callable:
     return changed(name, lambda raw: json.dumps(json.loads(raw) | changes).encode())
 
 
-def sparse(path: Path) -> None:
-    """Thirty gigabytes of nothing."""
-    path.touch()
-    os.truncate(path, 30 * 2**30)
-
-
 def cut(raw: bytearray) -> bytearray:
     return raw[: len(raw) // 2]
 
@@ -112,7 +106,6 @@ FOLDERS = [  # the script and its words, what is copied, its damage; False: it i
     (COMPARE, "checkpoint", "config.json a pipe", put("config.json", os.mkfifo)),
     (COMPARE, "checkpoint", "a path of code", with_json("config.json", auto_map={"M": "evil.py"}), False),
     (PROBE, "checkpoint", "weights cut", changed("model.safetensors", cut)),
-    (RATE, "checkpoint", "tokenizer of 30 GB", put("tokenizer.model", sparse)),
     (RATE, "stranger", "a path of code", with_json("config.json", **CODE), False),
     (RATE, "stranger", "code of a new type", with_json("config.json", model_type="evil", **CODE)),
     (
@@ -125,8 +118,7 @@ FOLDERS = [  # the script and its words, what is copied, its damage; False: it i
     (PROBE, "stranger", "layers without end", with_json("config.json", num_hidden_layers=10**9)),
     (PROBE, "stranger", "another width", with_json("config.json", hidden_size=64)),
     (PROBE, "stranger", "weights cut", changed("model.safetensors", cut)),
-    (RESUME, "run", "log of 30 GB", put("metrics.jsonl", sparse)),
-    (RESUME, "run", "state a pipe", put("step_0000003/state.json", os.mkfifo), False),
+    (RESUME, "run", "moments a pipe", put("step_0000003/optimizer.safetensors", os.mkfifo)),
     (TRAIN, "data", "tokenizer outside", with_json("meta.json", tokenizer_file="../outside")),
     (TRAIN, "data", "tokens cut", changed("train.bin", cut)),
 ]
@@ -226,7 +218,6 @@ def main() -> None:
     """Run the cases, and print those that went wrong; exit status 1 if any did."""
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what was forked cannot use a GPU that its parent has seen
     stride = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    runtime.matmul_peak = lambda device, dtype: 1e11  # only MFU needs it, and it takes a second
     cases = [*FOLDERS, *[(line,) for line in LINES.strip().splitlines()]][::stride]
     faults, most = 0, 0
     with tempfile.TemporaryDirectory() as root:

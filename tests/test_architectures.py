@@ -9,7 +9,7 @@ import transformers
 from test_verdict import row_by_both
 
 from lineage import layout
-from sources import formats
+from strangers import formats
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000}
 SIZES |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}

@@ -8,7 +8,7 @@ import torch
 from conftest import KINDS, random_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from measure import attention
+from measure import attention, units
 from sinks import sink_statistics
 from sources.inputs import random_tokens
 
@@ -63,9 +63,9 @@ def test_attention_of_every_kind_by_matrices(name, T):
     row, _ = sink_statistics(model, tokens)
     constant = matrices[..., 0].mean().item() if model.config.explicit_sink else 0
     assert row["constant_alpha"] == pytest.approx(constant, rel=1e-5)
-    chain = attention.Chain(model, 2)
+    chain = units.Activity(model, tokens)
     with torch.inference_mode():
-        model.hidden(tokens, on_heads=chain.on_heads, on_state=chain.on_state)
+        model.hidden(tokens, on_heads=chain.see_heads, on_state=chain.see_stream)
     alpha_of_all = chain.stack("alpha")[:, [k - 1 for k in positions]]  # (L, K)
     torch.testing.assert_close(alpha_of_all.double(), expected.mean((0, 2)), atol=1e-6, rtol=0)
 

@@ -14,7 +14,7 @@ from lineage.disguise import disguised, weights_of
 from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
 from model import ModelConfig
 from reproduce.robustness import noised
-from sources.checkpoint import Newborn
+from strangers.formats import Newborn
 
 CONFIG = ModelConfig(600, 64, 3, 4, 64, 192, num_kv_heads=2)
 TIED = replace(CONFIG, tie_embeddings=True)

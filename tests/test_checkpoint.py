@@ -16,9 +16,10 @@ from lib.files import read_json
 from lib.settings import UserError
 from lineage import layout
 from model import ModelConfig
-from sources import checkpoint, formats
+from sources import checkpoint
 from sources.checkpoint import parse_spec, specs_of
 from sources.runs import Run
+from strangers import formats
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
 OURS = [KINDS["gpt2"], replace(KINDS["qwen2"], attn_calibration="headnorm")]  # nothing to transformers
@@ -32,10 +33,17 @@ def saved(folder: Path, config: ModelConfig) -> tuple[str, torch.nn.Module]:
 
 
 def edit_config(folder: str, **changes) -> None:
-    """Change config.json as a stranger's might be; None removes a key."""
+    """Make config.json a stranger's, without the mark of ours, and change it; None removes a key."""
     path = Path(folder) / "config.json"
-    config = read_json(path) | changes
+    config = read_json(path) | {checkpoint.OURS: None} | changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+
+
+def load_own(folder) -> torch.nn.Module:
+    """A stranger's weights in our model, as `train.py --init-from` takes them."""
+    spec = parse_spec(str(folder))
+    assert not spec.is_ours
+    return spec.load_own()
 
 
 @pytest.mark.parametrize("config", OURS)
@@ -56,7 +64,7 @@ def test_to_transformers_and_back(tmp_path, name):
             torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=5e-5)
     assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
     theirs.to(torch.bfloat16).save_pretrained(tmp_path / "theirs", max_shard_size="10kB")
-    back = checkpoint.load(str(tmp_path / "theirs"))
+    back = load_own(tmp_path / "theirs")
     for key, weight in back.state_dict().items():
         assert torch.equal(weight, model.state_dict()[key].bfloat16().float()), key
 
@@ -64,7 +72,7 @@ def test_to_transformers_and_back(tmp_path, name):
 def test_the_old_spelling_of_rope(tmp_path):
     folder, model = saved(tmp_path / "a", replace(KINDS["llama"], rope_theta=5e4))
     edit_config(folder, rope_parameters=None, rope_theta=5e4)
-    assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
+    assert torch.equal(load_own(folder)(TOKENS), model(TOKENS))
 
 
 def test_what_hugging_face_leaves_out(tmp_path):
@@ -72,25 +80,26 @@ def test_what_hugging_face_leaves_out(tmp_path):
     folder, model = saved(tmp_path / "a", replace(KINDS["llama"], norm_epsilon=1e-6))
     gone = ("num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings", "rope_parameters")
     edit_config(folder, **dict.fromkeys(gone))
-    assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
+    assert torch.equal(load_own(folder)(TOKENS), model(TOKENS))
 
 
 def test_a_tied_matrix_under_either_name_or_both(tmp_path):
     folder, model = saved(tmp_path / "a", KINDS["llama_mqa_tied"])
+    edit_config(folder)
     path = tmp_path / "a" / "model.safetensors"
     weights = safetensors.torch.load_file(path)
     head = weights["model.embed_tokens.weight"].clone()
     safetensors.torch.save_file(weights | {"lm_head.weight": head}, path)
-    assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
+    assert torch.equal(load_own(folder)(TOKENS), model(TOKENS))
     safetensors.torch.save_file(weights | {"lm_head.weight": head + 1}, path)
     with pytest.raises(UserError, match="lm_head.weight"):
-        checkpoint.load(folder)
+        load_own(folder)
     del weights["model.embed_tokens.weight"]
     safetensors.torch.save_file(weights | {"lm_head.weight": head}, path)
-    assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
+    assert torch.equal(load_own(folder)(TOKENS), model(TOKENS))
     for model_type in ("mistral", "other"):  # transformers opens it
         edit_config(folder, model_type=model_type)
-        found = layout.find_stacks(parse_spec(folder).open(any_architecture=True))[0]
+        found = layout.find_stacks(formats.open_spec(parse_spec(folder), True))[0]
         assert len(found.tables) == len(found.heads) == 1
 
 
@@ -107,9 +116,28 @@ def test_foreign_and_wrong_configurations(tmp_path, changes, word):
     folder, _ = saved(tmp_path / "a", KINDS["llama"])
     edit_config(folder, **changes)
     with pytest.raises(UserError, match=word):
-        checkpoint.load(folder)
+        load_own(folder)
     if "max_position_embeddings" in changes:  # what compares weights needs none
-        assert layout.find_stacks(parse_spec(folder).open(any_architecture=True))[0].width == 32
+        assert layout.find_stacks(formats.open_spec(parse_spec(folder), True))[0].width == 32
+
+
+@pytest.mark.parametrize(
+    "name, value, word",
+    [
+        ("num_hidden_layers", 10**9, "too few"),
+        ("max_position_embeddings", None, "max_position_embeddings"),
+        ("model_type", None, "model_type"),
+        ("num_key_value_heads", "2", r"Expected `int.*\$\.num_kv_heads`"),
+        ("hidden_size", 64, "is missing or unknown"),
+        ("rope_parameters", 3, "TypeError"),
+    ],
+)
+def test_a_damaged_folder_of_ours(tmp_path, name, value, word):
+    folder, _ = saved(tmp_path / "a", KINDS["llama"])
+    edit_config(folder, **{name: value, checkpoint.OURS: True})
+    assert parse_spec(folder).is_ours
+    with pytest.raises(UserError, match=word):
+        checkpoint.load(folder)
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -135,7 +163,7 @@ def logits_of_transformers(folder: str) -> torch.Tensor:
 def test_layers_that_slide_are_read_up_to_their_window(kind, family, changes, context_length, tmp_path):
     folder, model = saved(tmp_path / "a", KINDS[kind])
     edit_config(folder, model_type=family, **changes)
-    loaded = checkpoint.load(folder)
+    loaded = load_own(folder)
     assert loaded.config.context_length == context_length
     theirs = logits_of_transformers(folder)
     T = min(context_length, TOKENS.shape[1])
@@ -144,7 +172,7 @@ def test_layers_that_slide_are_read_up_to_their_window(kind, family, changes, co
     if context_length == 16:  # what a model without windows computes differs from there on
         assert (model(TOKENS) - theirs)[:, 16:].abs().max() > 0.5
         with pytest.raises(UserError, match="expected 1 to 16, the model's context or window"):
-            checkpoint.check_lengths((17,), checkpoint.shortest_context([parse_spec(folder)]))
+            checkpoint.check_lengths((17,), parse_spec(folder).own_config.context_length)
 
 
 OTHERS = [  # what model.py does not compute, or nobody does
@@ -162,8 +190,8 @@ def test_what_is_not_computed_is_refused_and_compared(changes, tmp_path):
     folder, _ = saved(tmp_path / "a", KINDS["qwen2"])
     edit_config(folder, **changes)
     with pytest.raises(UserError):
-        checkpoint.load(folder)
-    assert parse_spec(folder).open(any_architecture=True).config is None
+        load_own(folder)
+    assert formats.open_spec(parse_spec(folder), True).config is None
 
 
 NEUTRAL = {  # keys of a configuration that change no logit: another value of theirs
@@ -193,7 +221,7 @@ def test_every_key_of_a_configuration_is_computed_neutral_or_refused(tmp_path):
         assert set(transformers.AutoConfig.for_model(family).to_dict()) <= known, family
     folder, model = saved(tmp_path / "a", KINDS["qwen2"])
     edit_config(folder, **NEUTRAL)
-    assert torch.equal(checkpoint.load(folder)(TOKENS), model(TOKENS))
+    assert torch.equal(load_own(folder)(TOKENS), model(TOKENS))
     # as above
     torch.testing.assert_close(logits_of_transformers(folder), model(TOKENS), rtol=1e-4, atol=5e-5)
 
@@ -202,7 +230,7 @@ def test_names_of_newborns():
     spec = parse_spec("tiny_llama@3:5", "centered")
     assert parse_spec("nano_llama@42").embedding_seed == 42
     assert parse_spec("nano_llama@42:0").embedding_seed == 0
-    loaded, source = spec.load(), spec.open()
+    loaded, source = spec.load(), formats.open_spec(spec)
     for name, parameter in init.newborn("tiny_llama", 3, 5, "centered").named_parameters():
         assert torch.equal(parameter, loaded.get_parameter(name)), name
         assert torch.equal(parameter, source.read(name))
@@ -245,15 +273,14 @@ def test_nan_is_named(tmp_path):
         checkpoint.load(tmp_path / "a")
 
 
-def test_another_steps_state_is_given_to_no_optimizer(tmp_path):
+def test_another_data_sets_state_is_given_to_no_optimizer(tmp_path):
     model = random_model(KINDS["llama"])
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     model(TOKENS).square().mean().backward()
     optimizer.step()
-    folder = tmp_path / "step_0000002"
-    tokens = SimpleNamespace(tokenizer=None, meta=SimpleNamespace(fingerprint="data"))
+    tokens = SimpleNamespace(tokenizer=None, folder="b", meta=SimpleNamespace(fingerprint="data"))
     Run(tmp_path).save(2, model, optimizer, tokens, "all")
-    assert Run(tmp_path).newest()[1].step == 2
-    folder.rename(tmp_path / "step_0000003")
-    with pytest.raises(UserError, match="can be resumed"):
-        Run(tmp_path).newest()
+    assert Run(tmp_path).newest(tokens)[1] == 2
+    tokens.meta.fingerprint = "other"
+    with pytest.raises(UserError, match="b is not the data set"):
+        Run(tmp_path).newest(tokens)

@@ -12,12 +12,13 @@ import contraction
 import init
 from contraction import EXPERIMENTS
 from lib.files import read_json
+from lib.random import random_tokens, random_vectors
 from lib.settings import RunSettings
 from measure import theory
-from measure.mean_field import mean_field
 from model import CHOICES, NORMS, PRESETS, Transformer
+from reproduce import mechanisms
+from reproduce.mean_field import mean_field
 from reproduce.mechanisms import floored_cosine
-from sources.inputs import random_tokens, random_vectors
 
 SEEDS = (1, 2)
 COUNT = 4  # sequences of each seed
@@ -38,7 +39,8 @@ def results(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(contraction, "EXPERIMENTS", commands)
         contraction.run_all(RunSettings(device="cpu", dtype="float32", out=str(out)))
-    return {name: read_json(out / f"{name}.json") for name in EXPERIMENTS}
+    mechanisms.predict(contraction.NewbornSettings(**small, device="cpu", out=str(out)))
+    return {name: read_json(out / f"{name}.json") for name in (*EXPERIMENTS, "predict")}
 
 
 def select(rows: list[dict], **values) -> list[dict]:
@@ -115,7 +117,7 @@ def test_predictions(name, kind, results):
 def test_kernel_recursion_against_newborns(tmp_path):
     given = {"model": ("tiny_gpt2", "tiny_llama"), "seed": tuple(range(4)), "num_sequences": 32}
     given |= {"sequence_length": (16,), "dtype": "float32", "out": str(tmp_path)}
-    contraction.layers(contraction.LengthSettings(**given))
+    contraction.layers(contraction.NewbornSettings(**given))
     rows = read_json(tmp_path / "layers.json")["rows"]
     for row in rows:
         # 496 pairs of 32 sequences, the same for all seeds, leave 0.006; width 256 is not yet large. The
@@ -126,18 +128,24 @@ def test_kernel_recursion_against_newborns(tmp_path):
 
 
 def test_what_theory_does_not_know_is_null(tmp_path, monkeypatch):
-    """A line says so, once. The norm of a fork need not have an epsilon, which `mean_field` reads."""
+    """The norm of a fork need not have an epsilon, which `mean_field` reads."""
     monkeypatch.setitem(CHOICES, "norm", (*CHOICES["norm"], "other"))
     monkeypatch.setitem(NORMS, "other", lambda width, eps: torch.nn.RMSNorm(width))
     monkeypatch.setitem(PRESETS, "mine", replace(CONFIG, norm="other"))
     flags = ["--model", "mine", "--seed", 1, 2, "--num-sequences", 4, "--sequence-length", 8]
-    done = run_here("contraction", "predict", *flags, "--out", tmp_path)
+    done = run_here("reproduce.mechanisms", "predict", *flags, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("measure/theory.py does not know the norm other") == 1
-    assert (tmp_path / "predict.png").exists()
     for row in read_json(tmp_path / "predict.json")["rows"]:
         for name in ("predicted_token", "direction_cosine", "predicted_cosine"):
             assert row[name] is None, row
+    calibrated = replace(CONFIG, attn_calibration="amplify")
+    for config, scheme in (
+        (calibrated, "gpt2"),
+        (replace(CONFIG, explicit_sink=True), "gpt2"),
+        (CONFIG, "mine"),
+    ):
+        for theirs in (theory.kernel_recursion, mechanisms.intra_recursion):
+            assert theirs(config, LENGTH, scheme) == [None] * (CONFIG.num_layers + 1)
 
 
 def test_too_long_a_sequence_is_refused(tmp_path):

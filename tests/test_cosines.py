@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from conftest import normal
 
+import probe as cosines
 from lib.settings import UserError
-from measure import cosines
-from measure.cosines import CosineStatistics
+from probe import CosineStatistics
 
 
 def statistics_of(states: torch.Tensor, batch_size: int = 1000) -> CosineStatistics:

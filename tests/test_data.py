@@ -19,7 +19,7 @@ from conftest import ROOT, TEXTS, assert_refused, run_here
 
 import train
 from lib.settings import UserError
-from sources import data, inputs, tokenizers
+from sources import data, inputs
 
 
 def write_lines(path, texts):
@@ -42,7 +42,7 @@ def prepare(source, out, **more):
 
 def texts(*source):
     """The texts of a source's pieces."""
-    return [text for text, _ in data.pieces(tuple(map(str, source)))]
+    return [text for text, _ in data.pieces(data.places_of(map(str, source)))]
 
 
 def documents_of(folder, split):
@@ -102,7 +102,7 @@ def test_documents_of_files(tmp_path):
     """A .txt file is one document, cut at line ends; of JSON lines surrogates go, and empty texts."""
     long, strange = tmp_path / "long.txt", tmp_path / "strange.jsonl"
     long.write_text("".join(f"line {i}\n" for i in range(30_000)))
-    pages, begins = zip(*data.pieces((str(long),)))
+    pages, begins = zip(*data.pieces([long]))
     assert "".join(pages) == long.read_text()
     assert all(page.endswith("\n") and 2**16 <= len(page) < 2**16 + 12 for page in pages[:-1])
     assert begins == (True, *[False] * (len(pages) - 1))
@@ -111,7 +111,7 @@ def test_documents_of_files(tmp_path):
     strange.write_text('{"text": "a\\ud800b"}\n\n{"text": ""}\n{"text": "\\ud83d\\ude00"}\n')
     assert texts(strange) == ["a?b", "😀"]
     lines = write_lines(tmp_path / "lines.jsonl", ["1234 " * 300_000, "short"])
-    *long, last = data.pieces((str(lines),))  # a single line is cut, too
+    *long, last = data.pieces([lines])  # a single line is cut, too
     assert max(len(text) for text, _ in long) <= 2**17 and len(long) > 8
     assert "".join(text for text, _ in long) == "1234 " * 300_000 and last == ("short", True)
 
@@ -124,7 +124,7 @@ def test_line_ends(tmp_path):
 
 
 def test_a_folder_means_all_text_in_it(tmp_path):
-    """Not what is hidden, and files of other kinds are counted. A byte order mark is no text."""
+    """Not what is hidden, nor files of other kinds. A byte order mark is no text."""
     folder = tmp_path / "books"
     files = {"b.txt": "b", "a/c.md": "\ufeffc", "a/d.py": "d", "e.RST": "e", ".git/f.txt": "f", "g.png": "g"}
     files |= dict.fromkeys(["l.txt.gz", "m.jsonl.zst", "a/n.CSV", "LICENSE", ".git/config"], "")
@@ -137,11 +137,9 @@ def test_a_folder_means_all_text_in_it(tmp_path):
     assert texts(f"{tmp_path}/b*") == texts(folder)
     # A folder, and what is in it: each file once.
     assert sorted(texts(f"{folder}/**")) == sorted(texts(folder))
-    words = ["--tokenizer", "bytes", "--held-out", 0.5, "--out"]
-    for i, name in enumerate([folder, f"{folder}/**"]):
-        printed = run_here("sources.data", name, *words, tmp_path / f"set{i}").stdout
-        assert "skipped 5 files that are not text, such as " in printed
-    assert "skipped" not in run_here("sources.data", folder / "a/c.md", *words, tmp_path / "set").stdout
+    words = ["--tokenizer", "bytes", "--held-out", 0.5, "--out", tmp_path / "set"]
+    printed = run_here("sources.data", folder, folder / "a/c.md", *words).stdout
+    assert "1 of 7 files are named twice, and read once" in printed and "in 7 documents" in printed
 
 
 def test_packages(monkeypatch):
@@ -304,55 +302,31 @@ def test_command_line_and_killed_preparation(corpus, tmp_path):
     assert not list(tmp_path.glob(".set.*.tmp"))  # what was killed left it
 
 
-def test_a_source_that_changed(tmp_path, monkeypatch, capsys):
-    """A new run refuses other text, with the two ways out; the same text at another time is the same."""
+def test_a_source_that_changed(tmp_path, monkeypatch):
+    """By name, size or time; a new run is refused, with the two ways out. One that goes on knows its data."""
     monkeypatch.chdir(tmp_path)
     Path("books").mkdir()
     for name in "ab":
         Path(f"books/{name}.txt").write_text(f"text {name}\n" * 500)
     settings = train.Settings(source=("books",), tokenizer="bytes", sequence_length=8)
-    tokens = data.open_data(settings, begins=True)
-    fingerprint = tokens.meta.fingerprint
-    os.utime("books/a.txt", (1, 1))
-    assert data.open_data(settings, begins=True).meta.fingerprint == fingerprint
-    assert f"{tokens.folder}: " in capsys.readouterr().out
+    tokens = data.open_data(settings, is_new=True)
+    assert data.open_data(settings, is_new=True).meta == tokens.meta
     whole = Path("books/a.txt").read_text()
-    for text in (whole + "more", whole.upper(), None):
-        Path("books/a.txt").unlink()
-        if text:
-            Path("books/a.txt").write_text(text)
-        with pytest.raises(UserError, match=f"made of other text.*remove it.*--data {tokens.folder}"):
-            data.open_data(settings, begins=True)
-    data.open_data(settings)  # a run that goes on knows its data by their fingerprint
-    data.open_data(replace(settings, data=str(tokens.folder)), begins=True)
-    shutil.rmtree("books")
-    data.open_data(settings, begins=True)
-    assert "its source is no longer here" in capsys.readouterr().out
+    for change in (
+        lambda: Path("books/a.txt").write_text(whole + "more"),
+        lambda: os.utime("books/a.txt", (1, 1)),
+        lambda: Path("books/c.txt").write_text("new"),
+        lambda: shutil.rmtree("books"),
+    ):
+        change()
+        with pytest.raises(UserError, match=f"books, changed: remove it.*--data {tokens.folder}"):
+            data.open_data(settings, is_new=True)
+    data.open_data(settings, is_new=False)
+    data.open_data(replace(settings, data=str(tokens.folder)), is_new=True)
 
 
-def test_one_text_is_read_in_one_way(tmp_path, capsys):
-    """A .jsonl's documents are joined alike by name, by glob and in a folder; special tokens are told."""
+def test_one_text_is_read_in_one_way(tmp_path):
+    """A .jsonl's documents are joined alike by name, by glob and in a folder."""
     write_lines(tmp_path / "a.jsonl", ["one", "two <|endoftext|>", "three"])
     tokens = [inputs.encode(str(tmp_path / name), "bytes").tolist() for name in ("a.jsonl", "*.jsonl", "")]
     assert tokens[0] == tokens[1] == tokens[2] == list(b"one\n\ntwo <|endoftext|>\n\nthree")
-    assert capsys.readouterr().err.count("<|endoftext|> 1 times") == 3
-    prepare(tmp_path / "a.jsonl", tmp_path / "set", held_out=0.5)
-    assert "<|endoftext|> 1 times" in capsys.readouterr().err
-
-
-def test_special_tokens_of_any_kind_are_told(tmp_path, capsys):
-    file = write_lines(tmp_path / "a.jsonl", [f"{text} </s> and <s>" for text in TEXTS])
-    prepare(file, tmp_path / "set", tokenizer="bpe:500")
-    assert "</s> 400 times, <s> 400 times" in capsys.readouterr().err
-
-
-def test_a_tokenizers_text_is_bounded(monkeypatch):
-    """By characters: of long lines there are fewer, drawn evenly."""
-    lines = [f"{i:03}" + "x" * 997 for i in range(1000)]
-    taken = []
-    monkeypatch.setattr(
-        "sentencepiece.SentencePieceTrainer.train",
-        lambda **options: taken.extend(options["sentence_iterator"]),
-    )
-    tokenizers.train_bpe("bpe:300", ["\n".join(lines)], largest=50_000)
-    assert len(taken) == 50 and abs(np.mean([int(line[:3]) for line in taken]) - 500) < 4 * 290 / 50**0.5

@@ -9,7 +9,7 @@ from conftest import run_here
 from lib.files import read_json
 from model import PRESETS, ModelConfig
 from reproduce import errors
-from sources.checkpoint import Newborn
+from strangers.formats import Newborn
 
 SMALL = ModelConfig(97, 64, 2, 2, 32, 48)
 SHOWS = {"own embedding": False, "shared embedding": True, "gaussian": True}  # do strangers look related?

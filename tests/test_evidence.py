@@ -16,7 +16,7 @@ from lineage.evidence import Correlation, diagonal_test, digests_of
 from lineage.layout import Stack, find_stacks
 from lineage.table import ALIKE_R
 from reproduce.robustness import cut, noised
-from sources.checkpoint import Newborn
+from strangers.formats import Newborn
 
 CONFIG = replace(KINDS["llama_gqa"], d_model=64, d_ff=96)
 BASE = Newborn(CONFIG, 1)

@@ -7,6 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from lib import figures
+from lineage import family
 
 NAMES = ("costs $1", "_100%_")
 POINTS = [
@@ -75,11 +76,11 @@ def test_paths_are_shown_by_their_last_part_unless_two_have_the_same():
 
 def test_marked_pairs_have_a_circle_in_the_map(tmp_path, monkeypatch):
     caught = []
-    monkeypatch.setattr(figures, "save_figure", lambda figure, path: caught.append(figure))
+    monkeypatch.setattr(family, "save_figure", lambda figure, path: caught.append(figure))
     closeness = np.eye(3)
     closeness[0, 2] = closeness[2, 0] = 0.9
     marked = np.array([[0, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=bool)  # a and b
-    figures.family_tree(tmp_path / "x.png", ["a", "b", "c"], closeness, "closeness", [], marked)
+    family.family_tree(tmp_path / "x.png", ["a", "b", "c"], closeness, "closeness", [], marked)
     heat = caught[0].axes[1]
     names = labels(heat.xaxis)
     circles = {tuple(names[int(place)] for place in circle) for circle in heat.collections[0].get_offsets()}
@@ -91,5 +92,5 @@ def test_a_layer_whose_units_were_not_looked_for_is_a_gap(tmp_path):
     layers += [{"share": 0.5, "r": 0.9, "by_chance": 1, "units": 100}]
     row = {"suspect": "a", "verdict": "same birth"}
     for shown in (layers[:1], layers, []):
-        figures.lineage_figure(tmp_path / "x.png", "b", [row], [{"layers": shown, "layer_map": {}}])
+        family.lineage_figure(tmp_path / "x.png", "b", [row], [{"layers": shown, "layer_map": {}}])
         assert (tmp_path / "x.png").exists()

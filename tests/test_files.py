@@ -17,7 +17,7 @@ def test_what_is_no_regular_file_of_a_sane_size(tmp_path):
     (tmp_path / "large").touch()
     os.truncate(tmp_path / "large", 30 * 2**30)  # which the disk does not hold
     reasons = dict.fromkeys(("pipe", "device", "folder"), "not a regular file")
-    reasons |= {"nowhere": "missing", "gone": "missing", "large": "32,212,254,720 bytes"}
+    reasons |= {"nowhere": "missing", "gone": "missing"}
     for name, reason in reasons.items():
         with pytest.raises(UserError, match=reason):
             files.read_json(tmp_path / name)
@@ -47,7 +47,7 @@ def test_a_failure_leaves_the_old_file(error, told, tmp_path):
 def test_a_failure_leaves_the_old_folder(tmp_path):
     path = tmp_path / "run"
     for process in (os.getpid(), 2**22 + 1):  # killed: in containers numbers come again; none has this one
-        left = tmp_path / f".run.{os.uname().nodename}.{process}.tmp"
+        left = tmp_path / f".run.{process}.tmp"
         left.mkdir()
         (left / "torn").touch()
     for name in ("old", "whole"):
@@ -57,20 +57,8 @@ def test_a_failure_leaves_the_old_folder(tmp_path):
             (new / "torn").touch()
             raise RuntimeError
         assert sorted(tmp_path.rglob("*")) == [path, path / name]
-    live = tmp_path / f".run.{os.uname().nodename}.{os.getppid()}.tmp"
+    live = tmp_path / f".run.{os.getppid()}.tmp"
     live.mkdir()
     with files.atomic_folder(path):
         pass
     assert live.exists()
-
-
-def test_leftovers_are_removed_and_nothing_else(tmp_path):
-    (tmp_path / ".loss.csv.123.tmp").touch()
-    (tmp_path / ".step_0000001.45.tmp" / "x").mkdir(parents=True)
-    (tmp_path / "outside").mkdir()
-    (tmp_path / ".link.3.tmp").symlink_to("outside")
-    kept = [".lock", "notes.7.tmp", "step_0000001"]
-    for name in kept:
-        (tmp_path / name).mkdir()
-    files.remove_leftovers(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["outside", *kept])

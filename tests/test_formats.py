@@ -1,4 +1,4 @@
-"""sources/formats.py: every way to store weights, and what is no checkpoint, with what to do."""
+"""strangers/formats.py: every way to store weights, and what is no checkpoint, with what to do."""
 
 import argparse
 import json
@@ -14,8 +14,9 @@ from conftest import KINDS, random_model, run_here
 from lib.files import read_json
 from lib.settings import UserError
 from lineage.compare import CompareSettings, compare_models, read_model
-from sources import checkpoint, formats
+from sources import checkpoint
 from sources.checkpoint import parse_spec
+from strangers import formats
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_weights_do_not_hang_on_how_they_are_stored(suffix, is_sharded, folder):
         (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"weight_map": index}))
     else:
         save(tensors, folder / f"{stem}{suffix}")
-    loaded = checkpoint.load(folder).state_dict()
+    loaded = parse_spec(str(folder)).load_own().state_dict()
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(loaded[name], tensor), name
@@ -284,6 +285,7 @@ def test_what_an_optimizer_keeps_is_no_weight(tmp_path):
 
 def test_a_config_that_contradicts_the_weights_is_refused_where_it_counts(folder):
     config = read_json(folder / "config.json")
+    del config[checkpoint.OURS]
     for key, value, said in (
         ("tie_word_embeddings", True, "set its tie_word_embeddings to false"),
         ("vocab_size", 99, r"is \(97, 32\), expected \(99, 32\) by config.json: correct"),
@@ -291,7 +293,7 @@ def test_a_config_that_contradicts_the_weights_is_refused_where_it_counts(folder
         (folder / "config.json").write_text(json.dumps(config | {key: value}))
         assert formats.open_checkpoint(folder, True).config is None
         with pytest.raises(UserError, match=said):
-            checkpoint.load(folder)
+            parse_spec(str(folder)).load_own()
 
 
 def test_mlps_that_nobody_found_are_missing(folder):
@@ -315,7 +317,7 @@ def test_what_is_there_instead(names, tmp_path):
     there = names.replace(" ", ", ") or "nothing"
     for is_any in (True, False):
         with pytest.raises(UserError, match=f"is missing: the folder has {there}. A file may be named"):
-            parse_spec(str(tmp_path)).open(is_any)
+            formats.open_spec(parse_spec(str(tmp_path)), is_any)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "m.gguf"])

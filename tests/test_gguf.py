@@ -1,4 +1,4 @@
-"""sources/gguf.py and tokenizer.json beside `transformers` and `tokenizers`; strangers' files are refused."""
+"""strangers/gguf.py and tokenizer.json beside `transformers` and `tokenizers`; strangers' files are refused."""
 
 import importlib.util
 import json
@@ -18,7 +18,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from lib.settings import UserError
 from model import ModelConfig
-from sources import checkpoint, data, formats, inputs, strangers
+from sources import checkpoint, data, inputs
+from strangers import formats, loading
 
 gguf = pytest.importorskip("gguf")
 KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
@@ -126,7 +127,7 @@ def test_a_file_holds_the_model(architecture, kind, tmp_path):
     model = random_model(KINDS[kind])
     path = write(tmp_path / "a.gguf", architecture, model)
     weights = dict(model.named_parameters())
-    source = checkpoint.parse_spec(str(path)).open(any_architecture=True)
+    source = formats.open_spec(checkpoint.parse_spec(str(path)), True)
     assert source.shapes.keys() == weights.keys()
     for name, weight in weights.items():
         assert torch.equal(source.read(name), weight), name
@@ -138,7 +139,7 @@ def test_a_file_holds_the_model(architecture, kind, tmp_path):
 
 def test_a_part_is_that_of_the_whole_and_no_more_is_read(tiny, monkeypatch):
     """Packed or not, and where rows of heads, 8 each, stand in pairs."""
-    source = checkpoint.parse_spec(str(tiny[1])).open(any_architecture=True)
+    source = formats.open_spec(checkpoint.parse_spec(str(tiny[1])), True)
     read = np.fromfile
     sizes = []
     monkeypatch.setattr(np, "fromfile", lambda *a, **k: sizes.append(read(*a, **k)) or sizes[-1])
@@ -156,7 +157,7 @@ def test_transformers_reads_the_same(tiny):
     config = transformers.LlamaConfig(**checkpoint.config_json(model.config))
     reference = transformers.LlamaForCausalLM(config)
     theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
-    source = checkpoint.parse_spec(str(path)).open(any_architecture=True)
+    source = formats.open_spec(checkpoint.parse_spec(str(path)), True)
     assert theirs.keys() == source.shapes.keys()
     for name, weight in theirs.items():
         assert torch.equal(source.read(name), torch.as_tensor(weight)), name
@@ -212,7 +213,7 @@ def test_a_file_of_any_name(tiny, tmp_path):
         assert torch.equal(spec.load_own().model.embed_tokens.weight, model.model.embed_tokens.weight)
     again = tmp_path / "copy"
     again.write_bytes(path.read_bytes())
-    assert strangers.converted(again) == spec.place  # by its content
+    assert loading.converted(again) == spec.place  # by its content
 
 
 def test_every_kind_of_numbers_is_unpacked_or_refused(tmp_path):
@@ -246,13 +247,20 @@ def test_a_tokenizer_json(coder, tmp_path):
     assert tokenizer.encode([TEXT]) == [whole] and tokenizer.bos == 0 and tokenizer.adds_bos
 
 
-def test_eos_in_the_place_of_bos_is_told(coder, tmp_path, capsys):
+def test_a_file_means_its_own_tokenizer(tiny, coder):
+    """Named as a tokenizer, a .gguf file is converted."""
+    pytest.importorskip("accelerate")
+    tokenizer = data.load_tokenizer(str(tiny[1]))
+    assert tokenizer.encode([TEXT]) == [coder.encode(TEXT).ids] and tokenizer.bos == 1
+
+
+def test_eos_in_the_place_of_bos(coder, tmp_path):
     coder.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
     spec = SimpleNamespace(label="tiny", tokenizer_file=tmp_path / "tokenizer.json")
     settings = inputs.TextSettings(bos="always", device="cpu", out=str(tmp_path))
     assert inputs.text_of(settings, spec) == "docstrings"
-    assert inputs.bos_of(settings, spec) == 0 and "EOS, 0, stands in BOS's place" in capsys.readouterr().err
+    assert inputs.bos_of(settings, spec) == 0
 
 
 def test_a_child_keeps_the_tokenizer(tiny, coder, tmp_path, monkeypatch):
@@ -260,7 +268,6 @@ def test_a_child_keeps_the_tokenizer(tiny, coder, tmp_path, monkeypatch):
     pytest.importorskip("accelerate")
     monkeypatch.chdir(tmp_path)  # where the data set goes
     (tmp_path / "text.txt").write_text(TEXT)
-    checkpoint.parse_spec(str(tiny[1])).load()  # converts it
     words = ["--init-from", tiny[1], "--tokenizer", tiny[1], "--source", "text.txt", "--out", "run"]
     words += ["--sequence-length", 16, "--global-batch-size", 2, "--micro-batch-size", 2]
     done = run_here("train", *words, "--max-iters", 1, "--warmup-iters", 0, "--dtype", "float32")

@@ -12,8 +12,9 @@ import transformers
 from conftest import ROOT
 from tokenizers import models, pre_tokenizers, trainers
 
-from sources import data, strangers
-from sources.formats import open_gguf
+from sources import data
+from strangers import loading
+from strangers.formats import open_gguf
 
 TEXT = (ROOT / "README.md").read_text()
 PROSE = (
@@ -43,7 +44,7 @@ def write(path, architecture="llama", **fields):
 
 def load_converted(path):
     """The tokenizer that is written of a file."""
-    strangers.write_tokenizer(path, open_gguf(path).values, path.parent)
+    loading.write_tokenizer(path, open_gguf(path).values, path.parent)
     return data.load_tokenizer(str(path.with_name("tokenizer.json")))
 
 
@@ -123,5 +124,5 @@ def test_sentencepiece(tmp_path):
 
 def test_an_unknown_rule_gives_no_tokenizer(tmp_path):
     path = write(tmp_path / "a.gguf", model="gpt2", pre="new", tokens=["a"], token_type=[1], merges=[])
-    strangers.write_tokenizer(path, open_gguf(path).values, tmp_path)
+    loading.write_tokenizer(path, open_gguf(path).values, tmp_path)
     assert not (tmp_path / "tokenizer.json").exists()

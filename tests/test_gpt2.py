@@ -11,7 +11,7 @@ from hub_server import serving
 from test_hub import point_to, repositories
 
 from lib.files import read_json
-from sources import formats
+from strangers import formats
 
 V = 257  # bytes, and <|endoftext|>
 SIZES = {"vocab_size": V, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}

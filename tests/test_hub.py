@@ -1,4 +1,4 @@
-"""sources/hub.py: names of the Hub, against a server of its few routes on this machine."""
+"""strangers/hub.py: names of the Hub, against a server of its few routes on this machine."""
 
 import json
 import re
@@ -14,13 +14,14 @@ from conftest import KINDS, normal, random_model, run_here, run_script
 from hub_server import COMMIT, serving
 from huggingface_hub import constants
 
-import seedprint
 from lib.settings import UserError
 from lineage import disguise
-from lineage.compare import compare_models
+from lineage.compare import compare_models, open_model
 from lineage.settings import CompareSettings
-from sources import checkpoint, hub, ranges
-from sources.checkpoint import Newborn
+from sources import checkpoint
+from strangers import hub, ranges
+from strangers import names as stranger_names
+from strangers.formats import Newborn
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
 NEVER = {"README.md": b"-", "modeling_x.py": b"-", "tf_model.h5": b"-", "original/consolidated.00.pth": b"-"}
@@ -70,7 +71,7 @@ def here(tmp_path, monkeypatch):
     with serving(files, gated=("org/gated",)) as server:
         point_to(server.url, monkeypatch)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(checkpoint, "HUB_COMMITS", {})
+        monkeypatch.setattr(stranger_names, "HUB_COMMITS", {})
         server.model = model
         yield server
 
@@ -78,6 +79,11 @@ def here(tmp_path, monkeypatch):
 def fetch(name: str) -> Path:
     """The folder or file in the cache that a name means."""
     return checkpoint.parse_spec(name).folder
+
+
+def logits(name: str) -> torch.Tensor:
+    """What our model computes with the weights that a name means."""
+    return checkpoint.parse_spec(name).load_own()(TOKENS)
 
 
 def fetched(server) -> list[str]:
@@ -96,6 +102,7 @@ PATHS += " a/b/c/d.gguf C:\\a\\b a/b@ a/b@c/d smollm tiny_llama"
 def test_which_names_may_be_the_hubs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
+    Path("fetched").mkdir()
     monkeypatch.setattr(hub, "fetch", lambda *_: Path("fetched"))
     for name in NAMES.split():
         assert checkpoint.parse_spec(name).folder == Path("fetched"), name
@@ -118,15 +125,15 @@ def test_which_names_may_be_the_hubs(tmp_path, monkeypatch):
 def test_one_format_of_weights_is_fetched_once(repo, weights, here, capsys, monkeypatch):
     files = here.repositories[repo]
     size = sum(len(files[name]) for name in weights | BESIDE) / 1e9
-    assert torch.equal(checkpoint.load(repo)(TOKENS), here.model(TOKENS))
+    assert torch.equal(logits(repo), here.model(TOKENS))
     assert sorted(fetched(here)) == sorted(weights | BESIDE)
     assert capsys.readouterr().err == f"not here: fetching {repo} from the Hub, {size:.3g} GB\n"
     for name in (repo, f"{repo}@{COMMIT}", f"{repo}@step7"):
-        assert torch.equal(checkpoint.load(name)(TOKENS), here.model(TOKENS))
-        assert fetched(here) == [] and checkpoint.HUB_COMMITS[name] == COMMIT
+        assert torch.equal(logits(name), here.model(TOKENS))
+        assert fetched(here) == [] and stranger_names.HUB_COMMITS[name] == COMMIT
     here.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert torch.equal(checkpoint.load(repo)(TOKENS), here.model(TOKENS))
+    assert torch.equal(logits(repo), here.model(TOKENS))
     assert here.requests == [] and capsys.readouterr().err == ""
 
 
@@ -156,7 +163,7 @@ def test_mistakes(name, here):
     for in_parts in (False, True):
         with pytest.raises(UserError, match=MISTAKES[name]):
             checkpoint.parse_spec(name, in_parts=in_parts)
-    assert fetched(here) == [] and checkpoint.HUB_COMMITS == {}
+    assert fetched(here) == [] and stranger_names.HUB_COMMITS == {}
 
 
 def test_without_a_network(here, monkeypatch):
@@ -208,7 +215,7 @@ def family(here, tmp_path, monkeypatch):
 
 def judged(*names) -> dict:
     """The row of two models; its sentence, without their names."""
-    models = [seedprint.open_model(str(name), CompareSettings()) for name in names]
+    models = [open_model(str(name), CompareSettings()) for name in names]
     row, _ = compare_models(*models, CompareSettings())
     for name in names:
         row["sentence"] = row["sentence"].replace(str(name), "-")

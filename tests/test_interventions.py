@@ -11,9 +11,9 @@ from test_attention import mean_of_queries as alpha_of
 from test_sinks import NEAR, contributions_of, disparity_of, given, observe, saved
 
 from lib import runtime
+from lib.random import random_tokens
 from lib.results import interval
 from reproduce import interventions
-from sources.inputs import random_tokens
 
 
 @pytest.mark.parametrize("calibration", ["none", "amplify", "headnorm"])

@@ -8,7 +8,7 @@ from lineage import layout
 from lineage.disguise import as_source, disguised, weights_of
 from lineage.table import INCONCLUSIVE, NO_EVIDENCE, PART_IN_COMMON, SAME_BIRTH
 from reproduce.robustness import noised
-from sources.checkpoint import Newborn
+from strangers.formats import Newborn
 
 NOISED = noised(BASE, 0.5)
 

@@ -12,19 +12,18 @@ import torch
 from conftest import assert_refused, run_here, run_script
 
 import init
-from lineage import disguise, match, views
+from lineage import disguise, match, matching, views
 from lineage.disguise import disguised
 from lineage.layout import find_stacks
 from lineage.settings import CompareSettings
 from lineage.table import Row
 from lineage.views import RIDGE, Units, hidden_units
-from measure import matching
 from model import PRESETS, ModelConfig
 from reproduce.robustness import cut, noised, of_matrices, pruned, rounded
-from sources import checkpoint, formats
-from sources.checkpoint import Newborn
-from sources.formats import token_ids
-from sources.inputs import random_tokens
+from sources import checkpoint
+from lib.random import random_tokens
+from strangers import formats
+from strangers.formats import Newborn, token_ids
 
 GATED = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 PLAIN = replace(GATED, norm="layernorm", mlp="gelu", tie_embeddings=True, d_ff=160)
@@ -259,8 +258,9 @@ def test_counts_of_newborn_strangers():
 MEMORY = """
 import json, pathlib, sys, threading
 import torch
-from sources import checkpoint
 from lineage.compare import CompareSettings, compare_models, read_model
+from sources import checkpoint
+from strangers import formats
 
 torch.set_num_threads(1)
 
@@ -282,7 +282,7 @@ peaks = []
 done = threading.Event()
 watcher = threading.Thread(target=watch)
 watcher.start()
-models = [read_model("", checkpoint.parse_spec(sys.argv[1]).open()) for _ in range(2)]
+models = [read_model("", formats.open_spec(checkpoint.parse_spec(sys.argv[1]))) for _ in range(2)]
 row, _ = compare_models(*models, CompareSettings(permutations=199, layers=4))
 done.set()
 watcher.join()

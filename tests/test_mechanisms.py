@@ -14,7 +14,7 @@ from test_contraction import CONFIG, COUNT, LENGTH, SEEDS, assert_cosines, newbo
 import init
 from lib.files import read_json
 from measure import theory
-from model import ModelConfig, Transformer
+from model import ModelConfig, Transformer, rope
 from reproduce import mechanisms
 
 
@@ -136,7 +136,7 @@ def test_intra(stack, results):
                 state = torch.stack([state[:, :i].mean(1) for i in range(1, LENGTH + 1)], dim=1)
             else:
                 with torch.inference_mode():
-                    state = block(state, model.rope(state), False, None) - state
+                    state = block(state, rope(model.config, state), False, None) - state
             unit = F.normalize(state.double(), dim=2, eps=0)
             means.append((unit @ unit.transpose(1, 2)).mean().item())  # all pairs, itself too
     means = np.reshape(means, (len(SEEDS), 6)).mean(0)

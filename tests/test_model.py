@@ -3,7 +3,6 @@
 lib/kernels.py, which does a CPU's attention and rotation, against the textbook's formulas.
 """
 
-import copy
 import math
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,15 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import KINDS, SMALL, random_model
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 import init
 import model as textbook
 from lib import kernels
 from model import PRESETS, ModelConfig, Transformer
-from sources import checkpoint
-from train import training_flops
 
 TOKENS = torch.randint(97, (2, 60), generator=torch.Generator().manual_seed(1))
 
@@ -104,36 +99,7 @@ def test_what_nobody_filled_is_nan():
     """Off the meta device linear layers and LayerNorms draw numbers of torch's; the embedding does not."""
     for name in ("gpt2", "llama"):
         model = Transformer(KINDS[name])
-        with pytest.raises(RuntimeError, match="precompute_rope"):
-            model.hidden(TOKENS)
-        model.precompute_rope()
         assert model.hidden(TOKENS).isnan().all()
-
-
-def test_angles_are_made_once(tmp_path):
-    """Of 2,048 positions of a million, and again for a longer sequence alone, in inference mode too.
-
-    They serve a later backward pass; a model that is copied to float64 has the same.
-    """
-    newborn = init.newborn(replace(KINDS["llama"], context_length=2**20), 1)
-    checkpoint.save(tmp_path, newborn)
-    with torch.inference_mode():
-        assert not checkpoint.load(tmp_path).cos_sin.is_inference()
-    model = checkpoint.load(tmp_path)
-    exact = copy.deepcopy(model).double()
-    made = [model.cos_sin]
-    with torch.inference_mode():
-        for T in (64, 2048, 2049, 64, 2049):
-            model.hidden(torch.zeros(1, T, dtype=torch.long))
-            if model.cos_sin is not made[-1]:
-                made.append(model.cos_sin)
-    assert [angles.shape for angles in made] == [(2, 2048, 1, 4), (2, 2049, 1, 4)]
-    angle = torch.outer(torch.arange(2048), 1e4 ** -(torch.arange(0, 8, 2) / 8))[:, None]  # radians
-    torch.testing.assert_close(exact.cos_sin, torch.stack((angle.cos(), angle.sin())).double())
-    loss = model(TOKENS, TOKENS)
-    loss.backward()
-    torch.testing.assert_close(loss.double(), exact(TOKENS, TOKENS), rtol=1e-5, atol=0)
-    assert model.state_dict().keys() == dict(model.named_parameters()).keys()
 
 
 def test_replaced_heads_and_ablated_sublayers():
@@ -204,7 +170,7 @@ def test_rotation_is_the_textbooks(dtype):
     config = KINDS["llama"]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 600, 3, config.head_size, generator=generator).to(dtype)
-    cos, sin = init.newborn(config, 0).rope(x[:, :, 0])
+    cos, sin = textbook.rope(config, x[:, :, 0])
     exact = x.double().requires_grad_()
     turned = torch.complex(*exact.chunk(2, dim=-1)) * torch.complex(cos.double(), sin.double())
     wanted = torch.cat((turned.real, turned.imag), dim=-1)
@@ -228,7 +194,9 @@ def test_what_stays_wide_in_bfloat16():
     """Angles and mean squares are rounded once, at the end; under autocast the stream alone is bfloat16."""
     x = torch.randn(2, 600, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     model = init.newborn(KINDS["llama"], 0, dtype=torch.bfloat16)
-    assert torch.equal(model.rope(x)[0], model.rope(x.double())[0].bfloat16())
+    assert torch.equal(
+        textbook.rope(model.config, x)[0], textbook.rope(model.config, x.double())[0].bfloat16()
+    )
     norm = model.model.norm
     expected = x * (x.double().square().mean(2, keepdim=True) + 1e-5).rsqrt().bfloat16()
     assert (norm(x) != expected).any(2).sum() <= 3  # of 1,200 roots, those that float32 has at a tie
@@ -254,18 +222,6 @@ def test_impossible_configurations():
     for wrong in ({"mlp": "gelo"}, {"num_kv_heads": 3}, {"head_dim": 7}, {"num_heads": 0}):
         with pytest.raises(ValueError):
             ModelConfig(**SMALL | wrong)
-
-
-@pytest.mark.parametrize("name", ["llama_gqa", "gpt2", "qwen2"])
-def test_training_flops_against_torchs_counter(name):
-    """torch counts what it runs: here attention as a full square, of which we count the causal part."""
-    config = KINDS[name]
-    model = random_model(config)
-    T = 600  # above 512, so that attention is one call
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        model(torch.zeros(1, T, dtype=torch.long)).sum().backward()
-    masked = 3 * config.num_layers * 4 * config.num_heads * config.head_size * (T * T - T * (T + 1) // 2)
-    assert counter.get_total_flops() - masked == pytest.approx(T * training_flops(model, T), rel=1e-12)
 
 
 def test_presets_are_the_papers():

@@ -11,20 +11,21 @@ from test_cosines import exact_log10_p
 
 import init
 import probe
+import probe as cosines
 from lib import runtime
 from lib.files import read_json
-from measure import cosines
+from lib.random import random_tokens, random_vectors
 from model import PRESETS
-from sources import checkpoint, inputs
+from sources import checkpoint
 from sources.tokenizers import load_tokenizer
 
 
 def test_random_inputs_depend_on_seed_and_index_alone():
-    whole = inputs.random_tokens(3, range(10), 50, 1000)
-    assert torch.equal(whole[4:7, :20], inputs.random_tokens(3, range(4, 7), 20, 1000))
-    assert len(torch.cat((whole, inputs.random_tokens(4, range(10), 50, 1000))).unique(dim=0)) == 20
-    vectors = inputs.random_vectors(3, range(10), 6, 8)
-    assert torch.equal(vectors[4:7, :5], inputs.random_vectors(3, range(4, 7), 5, 8))
+    whole = random_tokens(3, range(10), 50, 1000)
+    assert torch.equal(whole[4:7, :20], random_tokens(3, range(4, 7), 20, 1000))
+    assert len(torch.cat((whole, random_tokens(4, range(10), 50, 1000))).unique(dim=0)) == 20
+    vectors = random_vectors(3, range(10), 6, 8)
+    assert torch.equal(vectors[4:7, :5], random_vectors(3, range(4, 7), 5, 8))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama_gqa"])
@@ -34,7 +35,7 @@ def test_a_row_means_what_it_says(name, monkeypatch):
     tokens, dimensions, units = [0] * 97, [0] * 32, []
     with torch.no_grad():
         for i in range(60):
-            sequence = inputs.random_tokens(2, range(i, i + 1), 9, 97)
+            sequence = random_tokens(2, range(i, i + 1), 9, 97)
             tokens[int(model(sequence)[0, -1].argmax())] += 1
             state = model.hidden(sequence)[0, -1].double()
             dimensions[int(state.argmax())] += 1

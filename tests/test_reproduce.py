@@ -33,7 +33,7 @@ TINY |= {
     "probe": "--model tiny_gpt2 --num-sequences 4 --sequence-length 4",
     "width": "--seed 1 --num-sequences 4",
     "identify": "tiny_llama@1 --seeds 0 3",
-    "smollm2/rate": f"{SINKS} --sequence-length 4",
+    "smollm2/rate": f"{SINKS} --sequence-length 12",
     "smollm2/intervene": f"{SINKS} --factor 2",
     "smollm2/ablate": f"{SINKS} --num-builders 1",
 }

@@ -14,7 +14,7 @@ from lib.settings import RunSettings, UserError
 
 
 def begun(folder: Path) -> results.Experiment:
-    return results.Experiment.begin("x", "BB Table 1", RunSettings(device="cpu", out=str(folder)))
+    return results.Experiment("x", "BB Table 1", RunSettings(device="cpu", out=str(folder)))
 
 
 def test_the_json_is_exact(tmp_path):

@@ -19,8 +19,8 @@ from model import ModelConfig
 from reproduce.robustness import noised
 from seedprint import kendall, paper_test
 from sources import checkpoint
-from sources.checkpoint import Newborn
-from sources.inputs import random_tokens, random_vectors
+from lib.random import random_tokens, random_vectors
+from strangers.formats import Newborn
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)
 FEW = ["--permutations", 199]
@@ -259,7 +259,7 @@ def test_weights_that_tell_no_birth(tmp_path):
 
 def test_a_figure_that_fails_costs_no_result(family, tmp_path, monkeypatch):
     """As on a full disk: the JSON is written before."""
-    monkeypatch.setattr("seedprint.lineage_figure", lambda *_: 1 / 0)
+    monkeypatch.setattr("lineage.compare.lineage_figure", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("compare", family / "base", family / "child", *FEW, out=tmp_path)
     assert read_json(tmp_path / "compare.json")["rows"][0]["verdict"] == "same birth"

@@ -12,9 +12,10 @@ from conftest import KINDS, normal, random_model
 from numpy.polynomial.polynomial import polyval
 
 import init
-from measure import mean_field, theory
-from model import MLP, PRESETS, Attention, ModelConfig
-from sources.inputs import random_vectors
+from lib.random import random_vectors
+from measure import theory
+from model import MLP, PRESETS, Attention, ModelConfig, rope
+from reproduce import mean_field
 
 
 @pytest.mark.parametrize("phi", [F.gelu, torch.tanh])
@@ -107,7 +108,7 @@ def test_mean_field_updates_against_monte_carlo(kind, mlp):
     x = mean + gains * (torch.linalg.cholesky(C) @ normal(4000, 5, 48, seed=8))
     with torch.no_grad():
         expected, covariance = update(layer, mean, gains, C)
-        y = layer(x, init.newborn(config, 0).rope(x)) if kind is Attention else layer(x)
+        y = layer(x, rope(config, x)) if kind is Attention else layer(x)
     assert ((y[:, -1].mean(0) - expected).abs() < 5 * y[:, -1].std(0) / 4000**0.5).all()  # standard errors
     found = torch.stack([torch.cov(y[:, :, j].T) for j in range(48)]).mean(0)
     torch.testing.assert_close(found, covariance, rtol=0.1, atol=0)  # 48 dimensions: 5 % were measured

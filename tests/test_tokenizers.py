@@ -8,7 +8,9 @@ import transformers
 from conftest import LINES, TEXTS
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+import init
 from lib.settings import UserError
+from sources import checkpoint
 from sources.tokenizers import load_tokenizer, train_bpe
 
 
@@ -45,6 +47,24 @@ def test_a_sentencepiece_file_of_another_kind(tmp_path):
     assert tokenizer.bos == 1 and tokenizer.decode(tokenizer.encode(["def f"])[0]) == "def f"
     assert [tokenizer.text(token) for token in (1, 2 + ord("A"), 400)] == ["<s>", "<0x41>", ""]
     assert load_tokenizer(str(tmp_path / "bos-1.model")).bos is None
+
+
+def test_a_folder_means_its_models_own(tmp_path):
+    """Ours has SentencePiece's file first, a stranger's what transformers takes; a run means its newest step."""
+    ours, theirs = load_tokenizer("bpe:500", TEXTS), load_tokenizer("bpe:400", TEXTS)
+    folder = tmp_path / "run" / "step_0000003"
+    checkpoint.save(folder, init.newborn("backcopy", 1), ours)
+    for place in (folder, tmp_path / "run"):
+        assert load_tokenizer(str(place)).content == ours.content
+    theirs.save(tmp_path)
+    (folder / "tokenizer.json").write_bytes((tmp_path / "tokenizer.json").read_bytes())
+    assert load_tokenizer(str(folder)).vocab_size == 500
+    (folder / "config.json").write_text('{"model_type": "mistral"}')
+    assert load_tokenizer(str(folder)).vocab_size == 400
+    (tmp_path / "none").mkdir()
+    for name in ("none", "tokenizer.jason"):
+        with pytest.raises(UserError, match="no tokenizer"):
+            load_tokenizer(str(tmp_path / name))
 
 
 def test_numbers_that_no_token_has_count(tmp_path):

@@ -79,7 +79,7 @@ def test_a_run_of_other_settings_is_not_reused(tmp_path):
     (tmp_path / "run/settings.json").write_text(json.dumps(asdict(run)))
     as_train_may_leave_it = replace(run, keep="last", log_every=1, dtype="auto")
     trainings.train_all([run, as_train_may_leave_it])
-    with pytest.raises(UserError, match="started with --learning-rate 0.001"):
+    with pytest.raises(UserError, match="trained with learning_rate 0.001"):
         trainings.train_all([replace(run, learning_rate=0.5)])
 
 
@@ -161,7 +161,7 @@ def test_text_and_birth(quick, monkeypatch):
     tokens = data.TokenData(data.default_folder(run.source, run.tokenizer), bos_first=True)
     ours = next(row for row in found["runs"] if row["calibration"] == "attenuate")
     windows = tokens.held_out(10**6, 32)
-    loss = train.evaluate(checkpoint.load(run.out), *windows, 9, torch.device("cpu"), torch.float32)
+    loss = train.mean_loss(checkpoint.load(run.out), *windows, 9, torch.device("cpu"), torch.float32)
     assert ours["text_loss"] == pytest.approx(loss, rel=1e-5)  # float32 sums
     # birth: the later builders, asked of the newborn
     found = text.birth(replace(named, runs=("runs/text/none-42",)))

@@ -2,7 +2,6 @@
 
 import re
 import runpy
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,17 +18,14 @@ from test_attention import explicit, mean_of_queries
 from test_sinks import NEAR, saved
 
 import sinks
-from lib.files import read_json
+from lib.random import random_tokens
 from measure import attention
-from measure.bos import bos_or_position
-from measure.constants import read_constants
-from measure.units import Activity, alpha_and_loss, observe, zero_units
+from measure.units import Activity, observe, zero_units
 from reproduce.architectures import build
 from reproduce.interventions import cases_and_controls
 from reproduce.uses import rounded_inputs
-from sinks import TransplantSettings, effects, sink_statistics, transplants
+from sinks import TransplantSettings, alpha_and_loss, effects, transplants
 from sources import checkpoint
-from sources.inputs import random_tokens
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "num_sequences": 5, "num_constants": 3}
 
@@ -118,15 +114,11 @@ def test_effects_against_a_plain_recomputation():
 def test_selective_builders():
     """Active at position 1 alone, and each a thousandth of the dimension; not in later layers."""
     down = torch.tensor([[1.0, 1.0, -1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])  # (d, d_ff)
-    activity = Activity(
-        model=SimpleNamespace(down=lambda layer: down),
-        tokens=None,
-        state=torch.tensor([[0.0, 0.0], [-100.0, 1.0], [-10.0, 1.0]]),
-        disparity=torch.tensor([1.0, 60.0, 20.0]),  # largest after layer 1
-        at_1={1: torch.tensor([-50.0, -40.0, 10.0, -0.09]), 2: torch.tensor([-50.0, 0.0, 0.0, 0.0])},
-        elsewhere={1: torch.tensor([2.6, 2.0, 0.1, 0.0]), 2: torch.zeros(4)},
-        added={},
-    )
+    activity = Activity(SimpleNamespace(down=lambda layer: down, normed_layers=()), torch.zeros(1, 2))
+    activity.state = torch.tensor([[0.0, 0.0], [-100.0, 1.0], [-10.0, 1.0]])
+    activity.disparity = torch.tensor([1.0, 60.0, 20.0])  # largest after layer 1
+    activity.at_1 = {1: torch.tensor([-50.0, -40.0, 10.0, -0.09]), 2: torch.tensor([-50.0, 0.0, 0.0, 0.0])}
+    activity.elsewhere = {1: torch.tensor([2.6, 2.0, 0.1, 0.0]), 2: torch.zeros(4)}
     assert activity.builders(activity.layer, 4) == [(1, 0), (1, 1), (1, 2), (1, 3)]
     assert activity.selective() == [(1, 1), (1, 2)]  # 1/0 is but 19 times as active, 1/3 makes too little
 
@@ -155,14 +147,6 @@ def test_rows_are_what_their_kinds_say(tmp_path):
     assert rows["builders of 99 % at zero", 12].items() >= expected.items()
     front = [row for (kind, T), row in rows.items() if kind.startswith("token in front") and T == 12]
     assert len(front) == 3 and all(row["constant_alpha"] == 0 for row in front)
-    by_token = [row for row in lists["first_tokens"] if row["sequence_length"] == 12]
-    assert [row["token"] for row in by_token] == 2 * tokens.unique().tolist()
-    first = next(row for row in by_token if row["token"] == tokens[0, 0])
-    units = []
-    with torch.inference_mode(), model.hidden_units(lambda layer, u, _: units.append(u)):
-        model.hidden(tokens[:1])
-    active = units[builder[0] - 1][0, 0, builder[1]].abs().item()
-    assert first["builder_activation"] == pytest.approx(active, rel=1e-4)
 
 
 def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
@@ -179,32 +163,13 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
     activity = observe(model, tokens)
     builder = activity.builders(activity.layer, 1)[0]
     of_bos = attention.with_constants(model, attention.constants_at(model, tokens))
-    of_first = attention.with_constants(model, attention.constants_at(model, others[:, 1:]))
-    within = text.clone()
-    within[:, 9] = bos
     for kind, measured, reading, before in (
         ("unchanged", model, tokens, 1),
         ("moved", of_bos, text, 0),
-        ("no BOS", model, text, 0),
-        ("constants of first tokens", of_first, text, 0),
     ):
         expected, _ = effects(measured, reading, builder, before)
         assert {name: rows[kind][name] for name in expected} == pytest.approx(expected, rel=1e-5)  # float32
-    alpha = mean_of_queries(explicit(model, within), 10)  # (n, L, H)
-    found = rows["BOS at position 10"]
-    assert found["alpha_k"] == pytest.approx(alpha.mean().item(), abs=NEAR)
-    assert found["sink_rate_k"] == pytest.approx((alpha > 0.3).double().mean().item())
-    assert found["loss"] is None
-    by_layer = {(row["kind"], row["layer"]): row for row in bos_or_position(model, text, bos, sinks.EPSILON)}
     first = mean_of_queries(explicit(model, tokens), 1)
-    for layer in (1, 2, 3):
-        found = by_layer["BOS at position 10", layer]
-        assert found["alpha"] == pytest.approx(alpha[:, layer - 1].mean().item(), abs=NEAR)
-        assert found["sink_rate"] == pytest.approx((alpha[:, layer - 1] > 0.3).double().mean().item())
-        found = by_layer["BOS first", layer]
-        assert found["alpha"] == pytest.approx(first[:, layer - 1].mean().item(), abs=NEAR)
-    constant = np.mean([by_layer["BOS's constants, no BOS", layer]["alpha"] for layer in (1, 2, 3)])
-    assert constant == pytest.approx(rows["moved"]["constant_alpha"], abs=NEAR)
     as_it_is, _, to_constant = [torch.tensor(heads["alpha"]) for heads in lists["heads"]]  # (L, H) each
     torch.testing.assert_close(as_it_is, first.mean(0).float(), atol=NEAR, rtol=0)
     assert to_constant.mean() == pytest.approx(rows["moved"]["constant_alpha"], abs=NEAR)
@@ -215,7 +180,6 @@ def test_constants_are_kept_in_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = random_model(KINDS["llama_gqa"])
     checkpoint.save(Path("model"), model)
-    checkpoint.save(Path("sunk"), random_model(replace(KINDS["llama_gqa"], explicit_sink=True)))
     words = ("--model", "model", "--sequence-length", "12", "--num-sequences", "5", "--device", "cpu")
     done = run_here("sinks", "transplant", *words, "--save", "cure.safetensors", "--out", "out")
     assert done.returncode == 0, done.stderr
@@ -228,18 +192,6 @@ def test_constants_are_kept_in_a_file(tmp_path, monkeypatch):
         for layer, (key, value) in measured.items():
             assert torch.equal(file.get_tensor(f"keys.{layer - 1}"), key[None, :, None])
             assert torch.equal(file.get_tensor(f"values.{layer - 1}"), value[None, :, None])
-    given = ("--constants", "cure.safetensors", "--out", "out")
-    assert run_here("sinks", "rate", *words, *given).returncode == 0
-    expected, _ = sink_statistics(attention.with_constants(model, measured), tokens)
-    (row,) = read_json(Path("out/rate.json"))["rows"]
-    assert row["mean_alpha1"] == expected["mean_alpha1"]
-    near = pytest.approx(expected["constant_alpha"], rel=1e-6)  # `rate` measures more positions
-    assert row["constant_alpha"] == near
-    refusals = {"tiny_gpt2": "of another model: keys.0", "sunk": "explicit sink"}
-    for other, said in refusals.items():
-        assert_refused(run_here("sinks", "rate", *words, *given, "--model", other), said)
-    assert_refused(run_here("sinks", "rate", *words, "--constants", "none", "--out", "out"), "is missing")
-    assert_refused(run_here("sinks", "transplant", *words, *given), "or --constants, already")
     save = ("--save", "cure.safetensors", "--out", "out")
     assert_refused(run_here("sinks", "transplant", *words, *save), "expected a new file")
     long = ("--model", "tiny_llama@1", "--sequence-length", "256", "--out", "out")
@@ -268,7 +220,12 @@ def test_lines_of_the_docs_use_the_file(model_type, tmp_path, monkeypatch):
     tokens, output, written = found["tokens"], found["output"], found["written"]
     assert tokens.shape == (1, 40) and written.shape == (1, 60)  # bytes
     lens = checkpoint.load("model")
-    lens = attention.with_constants(lens, read_constants(Path("cure.safetensors"), lens))
+    with safe_open("cure.safetensors", "pt") as file:
+        pairs = [
+            [file.get_tensor(f"{part}.{i}")[0, :, 0] for part in ("keys", "values")]
+            for i in range(len(lens.blocks))
+        ]
+    lens = attention.with_constants(lens, dict(enumerate(pairs, start=1)))
     alpha = attention.attention_to(lens, tokens, (0, 2))
     weights = torch.stack(output.attentions, dim=1).sum(3)  # (1, L, H, 1 + T)
     expected = weights[..., [0, 2]] / torch.tensor([40, 39])  # queries that see them

@@ -8,11 +8,11 @@ from test_sinks import given, saved
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from measure import attention
-from measure.units import alpha_and_loss
 from reproduce import uses
 from reproduce.architectures import build
+from sinks import alpha_and_loss
 from sources.checkpoint import parse_spec
-from sources.inputs import random_tokens
+from lib.random import random_tokens
 
 WINDOW, T = 5, 14
 

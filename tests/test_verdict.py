@@ -34,8 +34,8 @@ from lineage.verdict import row_of, sentence_of
 from model import ModelConfig
 from reproduce.robustness import noised
 from sources import checkpoint
-from sources.checkpoint import Newborn
-from sources.formats import token_ids
+from strangers import formats
+from strangers.formats import Newborn, token_ids
 
 OUTCOMES = {
     "same": {"same": True, "p": 1e-4, "z": 250.0, "matched": 0.7, "log10_p": -300.0},
@@ -180,7 +180,7 @@ def folder_with(place, weights: dict, raw=RAW):
     (place / "config.json").write_text(json.dumps(raw))
     weights = {name: weight.contiguous().clone() for name, weight in weights.items()}
     safetensors.torch.save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
-    return checkpoint.parse_spec(str(place)).open(any_architecture=True)
+    return formats.open_spec(checkpoint.parse_spec(str(place)), True)
 
 
 def judged(base, suspect) -> tuple[str, str]:
@@ -595,10 +595,12 @@ def test_a_llama_that_is_none(case, tmp_path):
     else:
         del weights["lm_head.weight"]
         weights["score.weight"] = torch.ones(1, 64)
-    suspect = folder_with(tmp_path / "a", weights, checkpoint.config_json(CHILD.config))
+    raw = checkpoint.config_json(CHILD.config)
+    del raw[checkpoint.OURS]
+    suspect = folder_with(tmp_path / "a", weights, raw)
     assert suspect.config is None and judged(BASE, suspect)[0] == SAME_BIRTH
     with pytest.raises(UserError, match="is unknown, or missing"):
-        checkpoint.load(tmp_path / "a")
+        checkpoint.parse_spec(str(tmp_path / "a")).load_own()
 
 
 def test_coordinates_where_there_are_no_units(tmp_path):
@@ -646,6 +648,6 @@ def test_of_few_tokens_a_copied_table_is_told_by_its_coordinates():
     assert judged(few, few)[1].endswith("; the base's embedding matrix")
     turned = disguise.disguised(few, ("rotate",))
     assert judged(few, turned)[1].endswith("embedding matrices that were not seen to agree")
-    strangers = [checkpoint.parse_spec(name).open() for name in ("backcopy@1", "tiny_llama@7")]
+    strangers = [formats.open_spec(checkpoint.parse_spec(name)) for name in ("backcopy@1", "tiny_llama@7")]
     answer, sentence = judged(*strangers)
     assert answer == NO_EVIDENCE and sentence.endswith("embedding matrices that were not seen to agree")

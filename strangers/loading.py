@@ -1,6 +1,6 @@
 """How does a stranger's model of any architecture get into memory, with `transformers` to run it?
 
-Weights and config.json are read by sources/formats.py, so that nothing of a folder is executed, and
+Weights and config.json are read by strangers/formats.py, so that nothing of a folder is executed, and
 `transformers` is handed tensors, and a configuration that asks for no kernels, adapters or code. A .gguf file
 is converted once, into models/converted, which git ignores, by its content.
 """
@@ -31,22 +31,21 @@ from transformers.integrations.gguf.gguf_tokenizer_mapping import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from lib.files import atomic_folder
-from lib.settings import UserError, is_first_process
-from sources.check import check
-from sources.formats import (
+from lib.files import as_user_error, atomic_folder
+from lib.settings import UserError, rank
+from sources.checkpoint import finite
+from strangers.check import check
+from strangers.formats import (
     NO_PARAMETER,
     TOKEN_TABLE,
-    as_user_error,
     contents,
     converted_place,
-    finite,
     folder_of,
     open_gguf,
     packed_error,
     raw_config,
 )
-from sources.lens import Lens
+from strangers.lens import Lens
 
 LOAD = {"attn_implementation": "eager", "experts_implementation": "eager", "output_loading_info": True}
 LARGE = 2**30  # bytes of weights whose size is told
@@ -134,7 +133,7 @@ def check_size(place, kind, config, device, dtype) -> None:
         model = kind(config)
     numbers = sum(x.numel() for x in (*model.parameters(), *model.buffers()))
     size = numbers * dtype.itemsize
-    if size > LARGE and is_first_process():
+    if size > LARGE and rank() == 0:
         said = f"{numbers / 1e9:.3g} billion numbers, {size / 1e9:.3g} GB as {dtype}"
         print(f"{place}: {said}", file=sys.stderr)
     free = memory_of(torch.device(device))
@@ -175,7 +174,7 @@ def converted(path):
         return folder
     header = open_gguf(path)
     numbers = sum(math.prod(tensor.shape) for tensor in header.tensors.values())
-    if is_first_process():
+    if rank() == 0:
         print(f"converting {path} once, into {folder}: {4 * numbers / 1e9:.3g} GB", file=sys.stderr)
     with as_user_error(path), quiet(), tempfile.TemporaryDirectory() as place:
         (Path(place) / "model.gguf").symlink_to(path.absolute())  # beside nothing else

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import torch
 
-from lib.settings import UserError, is_first_process
+from lib.settings import UserError, rank
 
 BLOCK = 2**16  # bytes that are fetched together
 MOST_BLOCKS = 2**7  # of a request
@@ -85,7 +85,7 @@ def fetch(wanted, is_told=False) -> None:
         for first, last in zip(edges[::2], edges[1::2]):
             for block in range(first, last, MOST_BLOCKS):
                 requests.append((path, block, min(block + MOST_BLOCKS, last)))
-    if requests and is_told and is_first_process():
+    if requests and is_told and rank() == 0:
         size = sum(last - first for _, first, last in requests) * BLOCK
         whole = sum(path.stat().st_size for path in parts)
         repo, _, _ = place_on_hub(wanted[0][0])

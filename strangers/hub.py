@@ -1,8 +1,7 @@
 """How does a name of the Hugging Face Hub become files?
 
 The library huggingface_hub fetches them: its cache, token, progress and HF_HUB_OFFLINE=1 are the user's own.
-What is read in parts (`sources/ranges.py`) stands beside its own files. `sources/checkpoint.py` imports this
-file where it meets such a name, and not before.
+What is read in parts (`strangers/ranges.py`) stands beside its own files.
 """
 
 import contextlib
@@ -15,9 +14,10 @@ from huggingface_hub import HfApi, constants, errors, snapshot_download, try_to_
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import disable_progress_bars
 
-from lib.settings import UserError, is_first_process
-from sources import ranges
-from sources.formats import WEIGHT_FILES, as_user_error
+from lib.files import as_user_error
+from lib.settings import UserError, rank
+from strangers import ranges
+from strangers.formats import WEIGHT_FILES
 
 BESIDE = ("config.json", "vocab.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
 BESIDE += ("tokenizer.model", "tokenizer.txt")  # what is read beside weights
@@ -27,7 +27,7 @@ TIMEOUT = 6  # seconds that the Hub has for its first answer
 def fetch(repo, revision=None, file=None, in_parts=False):
     """The folder of a repository's files in the user's cache, never code, or its .gguf file.
 
-    If `in_parts`, weights that are not there are fetched when they are read (`sources/ranges.py`).
+    If `in_parts`, weights that are not there are fetched when they are read (`strangers/ranges.py`).
     """
     with as_user_error(Path(repo)):
         try:
@@ -53,7 +53,7 @@ def fetch_whole(repo, revision, commit, sizes):
     paths = cached(repo, commit, sizes)
     if None not in paths:
         return Path(paths[0])
-    if is_first_process():
+    if rank() == 0:
         size = sum(size for size, path in zip(sizes.values(), paths) if path is None)
         print(f"not here: fetching {repo} from the Hub, {size / 1e9:.3g} GB", file=sys.stderr)
     if not sys.stderr.isatty():
@@ -81,7 +81,7 @@ def fetch_parts(repo, revision, commit, sizes):
         for name in weights:
             (folder / name).unlink()
             ranges.blocks_of(folder / name).unlink()
-        if is_first_process():
+        if rank() == 0:
             print(f"{error}: {repo} is fetched whole", file=sys.stderr)
         return fetch_whole(repo, revision, commit, sizes)
     for name in beside:

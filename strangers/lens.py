@@ -10,8 +10,8 @@ names, and gives measures what `model.Transformer` gives them:
   positions. Stacked experts ask an ExpertsInterface.
 - the stream: what enters the first block, and what each block returns.
 
-sources/parts.py finds these in a model, and sources/check.py compares what is seen with the model as it is:
-before that, believe no number. Layers count from 1, as blocks are called. Where heads are seen, layers
+strangers/parts.py finds these in a model, and strangers/check.py compares what is seen with the model as it
+is: before that, believe no number. Layers count from 1, as blocks are called. Where heads are seen, layers
 without attention are left out.
 
 Shapes: B sequences, T positions, d width, H heads, G key-value heads, D head size, F neurons, E experts.
@@ -29,7 +29,7 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.modeling_utils import AttentionInterface
 
 from lib.settings import UserError
-from sources.parts import down_of, find_blocks, find_units, is_linear
+from strangers.parts import down_of, find_blocks, find_units, is_linear
 
 QUERIES = 256  # whose weights are in memory at a time
 POSITIONS = 512  # whose logits are
@@ -72,7 +72,7 @@ class Lens:
         self.normed_layers = []  # whose units do not write to the stream as they are
         self.attending = []  # layers
         self.attentions = set()  # modules that ask for the function that attends
-        self.banks = {}  # by layer: the sources.parts.Banks of its neurons
+        self.banks = {}  # by layer: the strangers.parts.Banks of its neurons
         self.unit_watchers = []
         self.outputs = {}  # by layer: the linear map that its heads enter
         self.config = shape_of(model.config)

@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from lib.settings import UserError
-from sources.lens import Pass, tensor_of
+from strangers.lens import Pass, tensor_of
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # of a share, and of the largest number
 

@@ -1,17 +1,14 @@
-"""Compute from the weights the direction that a newborn's states contract to (BB Finding 2.2, ours).
-
-`contraction.py predict` compares it with the measured one.
-"""
+"""Predict the direction in which a newborn's states contract from its weights (BB Finding 2.2, ours)."""
 
 import torch
 from torch import nn
 
-from measure.theory import average, gaussian_grid, scales, unknown
+from measure.theory import average, gaussian_grid, knows, scales
 
 
 @torch.inference_mode()
 def mean_field(model, T):
-    """The contraction direction, (d,) of norm 1, for sequences of T random tokens; None if `unknown`.
+    """The contraction direction, (d,) of norm 1, for sequences of T random tokens; None if unknown.
 
     A state is a mean (d,), which all sequences share, plus Gaussian noise e. K (T, T) is the covariance of
     e between positions, the same in every dimension.
@@ -24,7 +21,7 @@ def mean_field(model, T):
     Squares are entry by entry, [] is a mean over the stream's dimensions, g are the norm's gains. Neglected:
     early positions have another mean and P, attention is uneven, and q, k and v may have biases.
     """
-    if unknown(model.config):
+    if not knows(model.config):
         return None
     embedding = model.model.embed_tokens.weight
     mean = embedding.mean(0).double()

