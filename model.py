@@ -2,9 +2,9 @@
 
     x = embed(tokens);  L times: x += attention(norm(x)), x += mlp(norm(x));  logits = head(norm(x))  (BB 2.1)
 
-Parameter names and the half-split rotation are those of Hugging Face's LLaMA, so its checkpoints load
-directly. `init.newborn` builds the model on the meta device, then initializes every parameter.
-lib/kernels.py computes the loss and, on a CPU, rotation and attention; tests compare it with the code here.
+Parameter names and the half-split rotation are those of Hugging Face's LLaMA. `init.newborn` builds the
+model on the meta device, then initializes every parameter. lib/kernels.py computes the loss and, on a CPU,
+rotation and attention; tests compare it with the code here.
 
 The *stream* x is the residual stream. A *state* is x at one position, after the final norm unless a layer is
 named. Papers: BB is "Transformers Are Born Biased" (2602.05927), SO its sequel on sinks (2605.06611).
@@ -98,24 +98,18 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # makes no wide copy of x
-        mean_square = norm.square() / x.shape[-1]
-        scale = (mean_square + self.eps).rsqrt()
+        scale = (norm.square() / x.shape[-1] + self.eps).rsqrt()  # 1 / RMS(x)
         return x * scale.to(x.dtype) * self.weight.to(x.dtype)
 
 
 NORMS = {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}
 
 
-def rope_frequencies(config: ModelConfig) -> Tensor:
-    """RoPE's angle per position for each pair of dimensions, in radians: (Dh/2,) float32."""
-    exponent = -torch.arange(0, config.head_size, 2).float() / config.head_size
-    return config.rope_theta**exponent
-
-
 def rope(config: ModelConfig, x: Tensor):
-    """RoPE's cosines and sines of the positions of x (B, T, d), (T, 1, Dh/2) each, in x's dtype."""
-    position = torch.arange(x.shape[1], device=x.device)
-    angle = torch.outer(position, rope_frequencies(config).to(x.device))[:, None]
+    """RoPE's cosines and sines of the positions of x (B, T, d), in its dtype: (T, 1, Dh/2) each."""
+    pair = torch.arange(0, config.head_size, 2, device=x.device)
+    frequency = config.rope_theta ** (-pair.float() / config.head_size)  # of each pair, radians a position
+    angle = torch.outer(torch.arange(x.shape[1], device=x.device), frequency)[:, None]
     return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
 
@@ -145,7 +139,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def with_sink(sink: Tensor | None, x: Tensor) -> Tensor:
     """Prepend an explicit sink's key or value (G Dh,), if any, to x (B, G, T, Dh): (B, G, 1 + T, Dh).
 
-    The key is not rotated, so a query sees it at the same distance as position 1, whose RoPE angle is 0.
+    The key is not rotated: a query sees it where position 1 is, whose RoPE angle is 0.
     """
     if sink is None:
         return x
@@ -157,8 +151,7 @@ def mean_attention(q: Tensor, k: Tensor, sink_key: Tensor | None, positions) -> 
     """alpha (B, H, K): the weight on each of K positions, averaged over the queries that see it (BB 6.2.1).
 
     Attention returns weighted means of values. With one-hot values these are the weights, and no T x T matrix
-    is stored. The CPU's kernel needs values as wide as keys, so we ask for Dh positions at a time. Position 0
-    is `sink_key` (G Dh,), if any.
+    is stored. Values are as wide as keys, so we ask for Dh positions at a time; 0 is `sink_key` (G Dh,).
     """
     keys = with_sink(sink_key, k)
     first = k.shape[2] + 1 - keys.shape[2]  # position of the first key: 1, or 0 with an explicit sink
@@ -210,21 +203,18 @@ class Attention(nn.Module):
         return self.o_proj(heads.transpose(1, 2).flatten(2))  # from (B, Q, H Dh)
 
     def calibrate(self, heads: Tensor, T) -> Tensor:
-        """Scale the heads' outputs at positions i = 1..T, since a mean of i values shrinks like 1/sqrt(i).
+        """Scale the outputs of heads at the last of positions i = 1..T, as a mean of i values shrinks.
 
-        `amplify` multiplies by sqrt(i), `attenuate` by sqrt(i / context_length) (BB 6.2); `headnorm` is
-        RMSNorm (SO).
+        By sqrt(i) (`amplify`) or sqrt(i / context_length) (`attenuate`, BB 6.2); `headnorm` is RMSNorm (SO).
         """
         kind = self.config.attn_calibration
         if kind == "none":
             return heads
         if kind == "headnorm":
             return self.head_norm(heads)
-        first = T - heads.shape[2] + 1  # the position of the first query, counted from 1
-        position = torch.arange(first, T + 1, device=heads.device)
-        length = {"amplify": 1, "attenuate": self.config.context_length}[kind]
-        factor = (position / length).sqrt().to(heads.dtype)
-        return heads * factor[:, None]
+        position = torch.arange(T - heads.shape[2] + 1, T + 1, device=heads.device)
+        length = 1 if kind == "amplify" else self.config.context_length
+        return heads * (position / length).sqrt().to(heads.dtype)[:, None]
 
 
 class MLP(nn.Module):
@@ -278,8 +268,7 @@ class Transformer(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
-        d = config.d_model
-        V = config.vocab_size
+        V, d = config.vocab_size, config.d_model
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = NORMS[config.norm](d, eps=config.norm_epsilon)
         table = torch.full((V, d), torch.nan)  # nn.Embedding would draw weights, and import torch._dynamo
@@ -296,21 +285,18 @@ class Transformer(nn.Module):
     def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None) -> Tensor:
         """Final-norm states (B, T, d), float32, of tokens (B, T) or of embeddings (B, T, d).
 
-        `last_only`: return the last position's state alone, (B, d); the last block computes no other.
-        `on_state(layer, x)`: called with the stream (B, T, d) before the first block (as layer 0) and after
-        each block.
-        `on_heads(layer, heads, q, k, v, alpha)`: called with the calibrated outputs of heads (B, H, T, Dh),
-        rotated q and k, and `mean_attention` as a function of positions. A returned tensor replaces heads.
-        With `last_only`, heads and q of the last block have T = 1. ValueError beyond the context.
+        ValueError beyond the context. `last_only`: only the last position's state, (B, d), is computed.
+        `on_state(layer, x)` sees the stream (B, T, d) before the first block (as layer 0) and after each.
+        `on_heads(layer, heads, q, k, v, alpha)` sees the calibrated outputs of heads (B, H, T, Dh), rotated
+        q and k, and `mean_attention` as a function of positions; a tensor that it returns replaces heads.
         """
         T = inputs.shape[1]
         if T > self.config.context_length:
             raise ValueError(f"{T} positions exceed the context of {self.config.context_length}")
         x = inputs if inputs.is_floating_point() else self.model.embed_tokens(inputs)
-        device = x.device.type
         dtype = next(self.model.layers.parameters()).dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        if torch.is_autocast_enabled(x.device.type):
+            dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype)
         cos_sin = rope(self.config, x)
         if last_only and self.config.sublayers == "mlp":
@@ -360,10 +346,6 @@ class Transformer(nn.Module):
     def output_weight(self, layer):
         """A layer's attention output projection, (d, H Dh)."""
         return self.blocks[layer - 1].self_attn.o_proj.weight.detach()
-
-    def calibrated(self, layer, heads: Tensor, k):
-        """The outputs of a layer's heads at position k, (B, H, 1, Dh), calibrated."""
-        return self.blocks[layer - 1].self_attn.calibrate(heads, k)  # k is the last of k positions
 
     @contextlib.contextmanager
     def hidden_units(self, on_units):

@@ -192,11 +192,6 @@ class CosineStatistics:
         return {"mean_cosine": mean, "std_cosine": max(0.0, mean_square - mean**2) ** 0.5}
 
 
-def pairwise_cosine(states):
-    """Mean and standard deviation of the cosine over all pairs of states (n, d), as columns."""
-    return CosineStatistics(states.shape[1], states.device).update(states).summary()
-
-
 def binomial_log10_p(count, n, num_choices):
     """log10 of a bound on the probability that any of V = num_choices tokens has at least `count` of n draws.
 

@@ -22,11 +22,11 @@ from init import SCHEMES
 from lib.random import keyed_generator, random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress
-from lib.settings import Command, RunSettings, UserError, at_least, run_script
+from lib.settings import Command, Names, RunSettings, UserError, at_least, run_script
 from lineage.births import identify
-from lineage.compare import check_several, compare, matrix
-from lineage.settings import CompareSettings, IdentifySettings, Names
-from sources.checkpoint import check_lengths, parse_spec, shortest_context
+from lineage.compare import compare, matrix
+from lineage.settings import CompareSettings, IdentifySettings
+from sources.checkpoint import check_lengths, check_several, parse_spec, shortest_context
 
 NULLS = 10  # Gaussian pairs that the paper's test compares with
 
@@ -50,7 +50,10 @@ def paper(settings: PaperSettings):
     `paper_t_p` and `paper_u_p` are p-values of a t-test and a U-test against Gaussian matrices' taus.
     """
     base, *suspects = specs = [parse_spec(name, settings.init) for name in check_several(settings.models)]
-    check_comparable(specs, settings)
+    widths = {spec.name: spec.config.d_model for spec in specs}
+    if len(set(widths.values())) > 1:
+        raise UserError(f"SeedPrint compares models of one width; these have {widths}")
+    check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
     experiment = Experiment("paper_test", "BB 6.1, Algorithm 1", settings)
     vocab_size = min(spec.config.vocab_size for spec in specs)  # ids that all models have
     base_outputs = outputs_of(base, vocab_size, experiment)
@@ -59,14 +62,6 @@ def paper(settings: PaperSettings):
         outputs = outputs_of(spec, vocab_size, experiment)
         rows.append({"base": base.name, "suspect": spec.name} | paper_test(base_outputs, outputs))
     return experiment.save(rows)
-
-
-def check_comparable(specs, settings: PaperSettings) -> None:
-    """UserError unless all models have one width and a context long enough for the inputs."""
-    widths = {spec.name: spec.config.d_model for spec in specs}
-    if len(set(widths.values())) > 1:
-        raise UserError(f"SeedPrint compares models of one width; these have {widths}")
-    check_lengths((settings.paper_length,), shortest_context(specs), "--paper-length")
 
 
 def outputs_of(spec, vocab_size, experiment):

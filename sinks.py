@@ -21,21 +21,24 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lib.figures import short_names
 from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
+from measure.attention import EPSILON, sink_share, sink_statistics
 from measure.figures import draw_chain, draw_heads, draw_transplants
 from measure.units import observe, watch, zero_units
 from model import Transformer
 from sources.checkpoint import check_lengths, shortest_context, specs_of
 from sources.inputs import TextSettings, bos_of, read_tokens, text_of
 
-EPSILON = 0.3  # a sink head has an alpha_1 above this (arXiv 2410.10781)
 # The first prediction sees one token, so anything in front of the text helps it; the next seven see two to
 # eight. Models with and without something in front are compared from the ninth prediction on.
 PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))
+MAPS = {  # of a case of `transplant`: what is drawn by head, attention to position 1 and to the constant
+    "unchanged": ("as it is, to position 1",),
+    "moved": ("with constants, to position 1", "with constants, to the constant"),
+}
 
 
 @dataclass
@@ -59,7 +62,7 @@ class RateSettings(Settings):
 class TransplantSettings(Settings):
     """The settings of `transplant`."""
 
-    sequence_length: tuple[at_least(2), ...] = (64,)  # tokens in a sequence
+    sequence_length: tuple[at_least(4), ...] = (64,)  # tokens in a sequence
     num_sequences: at_least(2) = 32  # sequences; fewer, down to 4, if they are longer than 64 tokens
     num_constants: at_least(1) = 16  # more sequences, whose first position gives the constants
     save: str | None = None  # new .safetensors file for the constants
@@ -72,45 +75,14 @@ def measure_models(name, paper, settings: Settings, measure, *more):
     experiment = Experiment(name, paper, settings)
     lists = defaultdict(list)
     for spec in progress(specs, desc=name, unit=" models"):
-        named = {"checkpoint": spec.label, "text": text_of(settings, spec), "bos": bos_of(settings, spec)}
-        found = measure(experiment.settings, spec, spec.load(experiment.device, experiment.dtype), *more)
-        for key, rows in found.items():
+        named = {"checkpoint": spec.label, "text": text_of(settings, spec)}
+        model = spec.load(experiment.device, experiment.dtype)
+        for key, rows in measure(experiment.settings, spec, model, *more).items():
             lists[key] += [named | row for row in rows]
     return experiment, lists
 
 
 # ---- where: the sink rate ----------------------------------------------------------------------------------
-
-
-def sink_share(alpha: torch.Tensor) -> torch.Tensor:
-    """The share of sink heads in each sequence, (n,), from alpha_1 (n, L, H). Its mean is the sink rate."""
-    return (alpha > EPSILON).float().mean(dim=(1, 2))
-
-
-def sink_statistics(model: Transformer, tokens: torch.Tensor, others=()):
-    """For tokens (n, T): a row about sinks on position 1 and on any of `others`, and alpha_1 (n, L, H)."""
-    alphas, norms, values = [], [], []
-
-    def on_state(layer, x):
-        if layer > 0:  # 0 is the input
-            norms.append(attention.ratio_of_first(x))
-
-    def on_heads(layer, heads, q, k, v, alpha):
-        values.append(attention.ratio_of_first(v).mean(1))
-
-    for part in attention.batches(tokens):
-        alphas.append(attention.attention_to(model, part, (1, 0, *others), on_heads, on_state))
-    alpha, constant, *rest = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
-    row = {
-        "sink_rate": sink_share(alpha).mean().item(),
-        "other_sink_rate": sink_share(torch.stack(rest).amax(0)).mean().item() if rest else None,
-        "mean_alpha1": alpha.mean().item(),
-        "max_alpha1": alpha.max().item(),
-        "constant_alpha": constant.mean().item(),  # to a constant, or a learned sink
-        "norm_ratio": torch.cat(norms).mean().item() if norms else None,
-        "value_ratio": torch.cat(values).mean().item(),
-    }
-    return row, alpha
 
 
 @torch.inference_mode()
@@ -120,10 +92,8 @@ def rate(settings: RateSettings):
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "other_sink_rate")
     columns += ("mean_alpha1", "uniform_alpha1", "norm_ratio", "value_ratio")
     result = experiment.save(**lists, columns=columns)
-    heads = [row for row in lists["heads"] if row["sequence_length"] == lists["heads"][0]["sequence_length"]]
-    names = short_names([row["checkpoint"] for row in heads])
-    maps = [(f"{name}, {row['sequence_length']} tokens", row["alpha1"]) for name, row in zip(names, heads)]
-    draw_heads(experiment.folder / "rate.png", "Where does attention sink on position 1?", maps, len(maps))
+    title = "Where does attention sink on position 1?"
+    draw_heads(experiment.folder / "rate.png", title, lists["heads"], "alpha1")
     return result
 
 
@@ -135,7 +105,8 @@ def sink_rates(settings: RateSettings, spec, model):
     for T in progress(lengths, desc="rate", unit=" lengths", leave=False):
         tokens = read_tokens(settings, spec, T)
         row, alpha = sink_statistics(model, tokens, range(2, T // 2 + 1))  # alpha (n, L, H)
-        row |= {"sequence_length": T, "epsilon": EPSILON, "uniform_alpha1": attention.uniform_alpha(T)}
+        uniform = (1 / torch.arange(1, T + 1).double()).mean().item()  # alpha_1 of uniform attention
+        row |= {"sequence_length": T, "epsilon": EPSILON, "uniform_alpha1": uniform}
         rows.append(row | interval(sink_share(alpha), "sink_rate", 0, 1))
         heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
     return {"rows": rows, "heads": heads}
@@ -163,9 +134,8 @@ def anatomy_rows(settings: Settings, spec, model):
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens, with_chain=True)
     units = activity.builders(activity.layer, 10) + activity.removers(5)[::-1]  # strongest remover last
-    lists = {"rows": activity.by_position(), "layers": activity.by_layer()}
-    lists["builders"] = activity.describe(units)
-    return lists
+    rows, layers = activity.by_position(), activity.by_layer()
+    return {"rows": rows, "layers": layers, "builders": activity.describe(units)}
 
 
 # ---- what moves it: a constant key and value ---------------------------------------------------------------
@@ -189,8 +159,8 @@ def transplant_cases(model, moved, activity, others, bos):
     """The model unchanged, with builders ablated, with constants, with both, or with a token in front.
 
     A model trained with BOS reads BOS in the first two cases; in the others constants or a token replace it.
-    The selective builders are chosen on the measured windows. A token in front, like a constant, gives the
-    text's first token something to attend to, so losses are best compared with that case.
+    A token in front, like a constant, gives the text's first token something to attend to, so losses are best
+    compared with that case.
     """
     units = activity.selective()
     tokens = others.unique().tolist()
@@ -210,15 +180,11 @@ def transplant(settings: TransplantSettings, cases_of=transplant_cases):
         raise UserError(f"--save {settings.save}: expected a new file, and one model")
     experiment, lists = measure_models("transplant", "ours, after SO", settings, transplants, cases_of)
     columns = ("checkpoint", "kind", "sequence_length", "sink_rate", "other_sink_rate", "alpha1")
-    columns += ("constant_alpha",)
-    columns += ("builder_activation", "disparity", "largest", "loss", "loss_from_ninth")
+    columns += ("constant_alpha", "builder_activation", "disparity", "largest", "loss", "loss_from_ninth")
     result = experiment.save(**lists, columns=columns)
     draw_transplants(experiment.folder / "transplant.png", lists["rows"], lists["layers"])
-    heads = [row for row in lists["heads"] if row["sequence_length"] == settings.sequence_length[0]]
-    names = short_names([row["checkpoint"] for row in heads])
-    maps = [(f"{name}\n{row['kind']}", row["alpha"]) for name, row in zip(names, heads)]
     title = "Does attention move from position 1 to a constant in front of it?"
-    draw_heads(experiment.folder / "transplant_heads.png", title, maps, 3)
+    draw_heads(experiment.folder / "transplant_heads.png", title, lists["heads"], "alpha", 3)
     return result
 
 
@@ -239,23 +205,14 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
         builder = activity.builders(activity.layer, 1)[0]
         text = tokens if bos is None else tokens[:, 1:]
         cases = cases_of(model, moved, activity, others, bos)
-        maps = {
-            "as it is, to position 1": (model, cases[0].reading(text), 1),
-            "with constants, to position 1": (moved, text, 1),
-            "with constants, to the constant": (moved, text, 0),
-        }
-        for kind, (reader, reading, place) in maps.items():
-            alpha = attention.attention_of(reader, reading, place).mean(0)  # (L, H)
-            lists["heads"].append({"kind": kind, "sequence_length": T, "alpha": alpha.tolist()})
         for case in progress(cases, desc="transplant", unit=" cases", leave=False):
             key = {"kind": case.kind, "sequence_length": T}
             with case.model.hidden_units(zero_units(case.at_zero)):
-                row, largest = effects(case.model, case.reading(text), builder, len(case.prefix))
-            if case.kind in ("unchanged", "moved"):
-                found, _ = sink_statistics(case.model, case.reading(text), range(2, T // 2 + 1))
-                row["other_sink_rate"] = found["other_sink_rate"]
+                row, largest, by_head = effects(case.model, case.reading(text), builder, len(case.prefix))
             lists["rows"].append(key | row)
             lists["layers"] += [key | {"layer": layer, "largest": size} for layer, size in largest.items()]
+            for kind, alpha in zip(MAPS.get(case.kind, ()), by_head.unbind(-1)):  # alpha (L, H)
+                lists["heads"].append({"kind": kind, "sequence_length": T, "alpha": alpha.tolist()})
     return lists
 
 
@@ -267,10 +224,10 @@ def split_windows(settings: TransplantSettings, spec, T):
 
 
 def effects(model: Transformer, tokens: torch.Tensor, builder, before):
-    """A row about a model's sink on tokens (n, T), and the largest |number| of the stream by layer.
+    """A row about a model's sink on tokens (n, T); the stream's largest |number| by layer; alpha by head.
 
     The first `before` tokens precede the text. If there are any, position 1 is the first of them, but losses
-    are still those of the text alone.
+    are still those of the text alone. The last is the mean alpha_1 and alpha_0, (L, H, 2).
     """
     means = attention.Means(len(tokens))
     largest = defaultdict(float)  # by layer
@@ -281,21 +238,24 @@ def effects(model: Transformer, tokens: torch.Tensor, builder, before):
             means.add("disparity", layer, attention.disparity(x[:, 0]))
 
     with watch(model, builder) as activations:
-        alpha, constant_alpha, losses = alpha_and_loss(model, tokens, on_state, before)
+        others = range(2, tokens.shape[1] // 2 + 1)
+        alphas, losses = alpha_and_loss(model, tokens, on_state, before, others)
+    by_head = alphas[..., :2].mean(0)
     row = {
-        "sink_rate": sink_share(alpha).mean().item(),
-        "alpha1": alpha.mean().item(),
-        "constant_alpha": constant_alpha.mean().item(),
+        "sink_rate": sink_share(alphas[..., 0]).mean().item(),
+        "other_sink_rate": sink_share(alphas[..., 2:].amax(-1)).mean().item(),
+        "alpha1": by_head[..., 0].mean().item(),
+        "constant_alpha": by_head[..., 1].mean().item(),
         "builder_activation": torch.cat(activations).mean().item(),
         "disparity": means.stack("disparity").max().item(),
         "largest": max(largest.values()),
     }
-    return row | losses, largest
+    return row | losses, largest, by_head
 
 
 @torch.inference_mode()
-def alpha_and_loss(model, tokens: torch.Tensor, on_state=None, before=0):
-    """alpha_1 and alpha_0, (n, L, H) each, of tokens (n, T), and mean losses in nats by name.
+def alpha_and_loss(model, tokens: torch.Tensor, on_state=None, before=0, others=()):
+    """alpha_1, alpha_0 and the alpha_k of K others, (n, L, H, 2 + K), of tokens (n, T); mean losses in nats.
 
     alpha_0 is the attention to a constant or learned sink, 0 without one. The first `before` tokens precede
     the text. The first prediction is always that of the text's second token.
@@ -304,7 +264,7 @@ def alpha_and_loss(model, tokens: torch.Tensor, on_state=None, before=0):
     totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
 
     def on_heads(layer, heads, q, k, v, alpha):
-        by_layer.append(alpha((1, 0)).cpu())
+        by_layer.append(alpha((1, 0, *others)).cpu())
 
     for part in attention.batches(tokens):
         by_layer = []
@@ -313,12 +273,11 @@ def alpha_and_loss(model, tokens: torch.Tensor, on_state=None, before=0):
         for place, some in enumerate(PREDICTIONS):
             chosen = states[:, some].flatten(0, 1)
             totals[place] += model.summed_loss(chosen, targets[:, some].flatten()).item()
-        alphas.append(torch.stack(by_layer, dim=1))  # (B, L, H, 2)
-    alpha_1, alpha_0 = torch.cat(alphas).unbind(-1)
+        alphas.append(torch.stack(by_layer, dim=1))
     n, count = len(tokens), targets.shape[1]  # count: predictions of a sequence
     losses = {"loss": totals.sum().item() / (n * count), "loss_first": totals[0].item() / n}
     losses["loss_from_ninth"] = totals[2].item() / (n * (count - 8)) if count > 8 else None
-    return alpha_1, alpha_0, losses
+    return torch.cat(alphas), losses
 
 
 COMMANDS = {

@@ -28,10 +28,9 @@ from init import SCHEMES
 from lib import runtime
 from lib.results import commit
 from lib.settings import Command, RunSettings, UserError, at_least, rank, run_script, say
+from measure.attention import sink_statistics
 from model import CHOICES, PRESETS
-from sinks import sink_statistics
-from sources import data
-from sources.runs import Run, completed, is_power_of_two, new_config, new_model
+from sources import data, runs
 from sources.sampling import SampleSettings, generate, sample
 
 SINK_WINDOWS = 100  # how many --track-sinks reads (Gu et al.: 100)
@@ -72,9 +71,8 @@ class Settings(RunSettings):
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
     # steps to keep besides step 0 and the newest two; powers: 1, 2, 4, ...; all: all; last: none
     keep: Literal["powers", "all", "last"] = "powers"
-    dtype: Literal["float32", "bfloat16"] | None = (
-        None  # of matrix products; None: bfloat16 on a GPU, else float32
-    )
+    # number format of matrix products; None: bfloat16 on a GPU, else float32
+    dtype: Literal["float32", "bfloat16"] | None = None
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model
     resume: bool = False  # continue from the newest whole checkpoint in --out
     out: str = "runs/default"  # run folder
@@ -83,19 +81,21 @@ class Settings(RunSettings):
 def train(settings: Settings, defaults: Settings | None = None):
     """Train, or resume; prints the loss and the time left every --log-every steps.
 
-    A setting that equals its default counts as not given. (`run_script` gives the defaults: its config file's,
-    or those of the run to resume.)
+    A setting that equals its default counts as not given. `run_script` gives the defaults: those of a config
+    file, or of the run to resume.
     """
-    settings, device, dtype = runtime.start(completed(settings, defaults or Settings()))
+    settings, device, dtype = runtime.start(runs.completed(settings, defaults or Settings()))
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one per process")
-    run = Run(settings.out)
+    run = runs.Run(settings.out)
     with run.lock():
-        config = None if run.has_begun() else new_config(settings)  # UserError before any data are prepared
+        config = (
+            None if run.has_begun() else runs.new_config(settings)
+        )  # UserError before any data are prepared
         tokens = data.open_data(settings, is_new=config is not None)
         training = Training(settings, run, config, tokens, device, dtype)
         facts = {"step": training.step, "data set": tokens.meta.fingerprint, "commit": commit()}
-        runtime.check_agreement(facts | {"torch": torch.__version__} | asdict(settings))
+        runs.check_agreement(facts | {"torch": torch.__version__} | asdict(settings))
         training.go_on()
     return run.folder
 
@@ -103,13 +103,13 @@ def train(settings: Settings, defaults: Settings | None = None):
 class Training:
     """A run: its data, its model, its optimizer, and the number of steps done."""
 
-    def __init__(self, settings: Settings, run: Run, config, tokens, device, dtype):
+    def __init__(self, settings: Settings, run: runs.Run, config, tokens, device, dtype):
         self.settings = settings
         self.run = run
         self.tokens = tokens
         self.device = device
         self.dtype = dtype
-        model, self.step = (new_model(settings, config, tokens), 0) if config else run.newest(tokens)
+        model, self.step = (runs.new_model(settings, config, tokens), 0) if config else run.newest(tokens)
         self.raw_model = model.to(device).train()
         self.optimizer = make_optimizer(model, settings)
         if self.step > 0:
@@ -131,7 +131,7 @@ class Training:
         run.begin(settings, rows)
         if not run.has_begun():
             self.save()
-        with runtime.listening_for_signals() as signals:
+        with runs.listening_for_signals() as signals:
             stopped = False
             while self.step < settings.max_iters and not stopped:
                 row, stopped = self.update(signals)
@@ -141,7 +141,7 @@ class Training:
                 if self.step % settings.log_every == 0:
                     self.tell(row)
                 is_last = stopped or self.step == settings.max_iters
-                is_kept = settings.keep != "last" and is_power_of_two(self.step)
+                is_kept = settings.keep != "last" and self.step & (self.step - 1) == 0  # a power of two
                 if is_last or is_kept or self.step % settings.save_every == 0:
                     self.save()
                 if is_last or "val_loss" in row:
@@ -209,11 +209,11 @@ class Training:
         for bos_first in (False, True) if self.tokens.tokenizer.bos is not None else (False,):
             windows, _ = data.TokenData(self.tokens.folder, bos_first).held_out(SINK_WINDOWS, lengths[0])
             for T in lengths:
-                found, alpha = sink_statistics(self.raw_model, windows[:, :T].to(self.device))
-                row = {"sequence_length": T, "bos_first": bos_first}
-                row |= {name: found[name] for name in ("sink_rate", "constant_alpha")}
+                row, alpha = sink_statistics(self.raw_model, windows[:, :T].to(self.device))
                 by_head = alpha.mean(0).double().numpy().round(4)  # (L, H)
-                rows.append(row | {"alpha1": by_head.tolist()})
+                kept = {name: row[name] for name in ("sink_rate", "constant_alpha")}
+                kept |= {"alpha1": by_head.tolist()}
+                rows.append({"sequence_length": T, "bos_first": bos_first} | kept)
         return rows
 
     def save(self) -> None:
@@ -267,7 +267,7 @@ def make_optimizer(model, settings: Settings):
 
 def begun(settings: Settings):
     """The settings of the run to resume, if any: defaults for the flags of its command line."""
-    return Run(settings.out).settings(Settings) if settings.resume else None
+    return runs.Run(settings.out).settings(Settings) if settings.resume else None
 
 
 COMMANDS = {

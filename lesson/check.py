@@ -30,7 +30,7 @@ from measure.attention import attention_to
 from measure.theory import hermite_kernel
 from measure.units import zero_units
 from model import PRESETS
-from probe import pairwise_cosine
+from reproduce.mechanisms import pairwise_cosine
 from sources import checkpoint
 from sources.inputs import TextSettings, random_tokens, read_tokens
 

@@ -49,21 +49,18 @@ def short_names(names):
     return shown if len(set(shown)) == len(set(names)) else names
 
 
-def curves(
-    points, path, title, *, x, y, series, panel="", theories=(), band="", log="", style="o-", **options
-) -> None:
+def curves(points, path, title, *, x, y, series, panel="", theories=(), band="", log="", style="o-", **more):
     """Draw `y` over `x`: a colour for each value of `series`, a panel for each value of `panel`.
 
     `theories` maps keys, drawn dashed, to their legends; a point may have None. `band` is the key of a half
-    width to shade. `log` names the logarithmic axes. Options are those of matplotlib's `Axes.set`.
+    width to shade. `log` names the logarithmic axes; `more` are words of matplotlib's `Axes.set`.
     """
     panels = unique(points, panel) if panel else [None]
-    titles = short_names(panels)
     columns = min(3, len(panels))
     figure, grid = new_figure(title, math.ceil(len(panels) / columns), columns, sharex=True, sharey=True)
     for axes in grid.flat[len(panels) :]:
         axes.set_axis_off()
-    for value, name, axes in zip(panels, titles, grid.flat):
+    for value, name, axes in zip(panels, short_names(panels), grid.flat):
         if panel:
             axes.set_title(f"{panel.replace('_', ' ')}: {name}", fontsize=10)
         for label, line in lines_of(points, series):
@@ -86,7 +83,7 @@ def curves(
         if x == "layer":
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel=x.replace("_", " "), ylabel=y.replace("_", " "))
-        axes.set(**options)
+        axes.set(**more)
         axes.label_outer()
     for key, dash in zip(theories, DASHES):
         grid[0, 0].plot([], [], color="black", ls=dash, lw=1.1, label=theories[key])
@@ -119,16 +116,12 @@ def draw_preferences(path, rows, tokens, dimensions) -> None:
         by_rank.bar(range(1, len(largest) + 1), percent * largest, color=BLUE)
         by_rank.plot(range(1, len(largest) + 1), percent * uniform[: len(largest)], "--", color=VERMILION)
         by_rank.set_xlabel("rank of the predicted token")
-        draw_counts(by_token, percent, *of_tokens, "token number")
-        draw_counts(by_dimension, percent, *of_dimensions, "hidden dimension")
+        kinds = ((by_token, of_tokens, "token number"), (by_dimension, of_dimensions, "hidden dimension"))
+        for axes, (counts, uniform), label in kinds:  # all counts, and the largest of uniform draws
+            numbers = counts.nonzero()[:, 0].numpy()
+            axes.vlines(numbers, 0, percent * counts.numpy()[numbers], color=BLUE, lw=1)
+            axes.axhline(percent * uniform[0], ls="--", color=VERMILION)
+            axes.set(xlabel=label, xlim=(0, len(counts)), ylim=(0, None))
     for axes in grid[:, 0]:
         axes.set_ylabel("% of sequences")
     save_figure(figure, path)
-
-
-def draw_counts(axes, percent, counts, uniform, label) -> None:
-    """Draw all counts in %, and the largest count of uniform draws."""
-    numbers = counts.nonzero()[:, 0].numpy()
-    axes.vlines(numbers, 0, percent * counts.numpy()[numbers], color=BLUE, lw=1)
-    axes.axhline(percent * uniform[0], ls="--", color=VERMILION)
-    axes.set(xlabel=label, xlim=(0, len(counts)), ylim=(0, None))

@@ -2,7 +2,6 @@
 
 import contextlib
 import glob
-import hashlib
 import json
 import os
 import shutil
@@ -22,18 +21,11 @@ def check_regular(path) -> None:
         raise UserError(f"cannot read {path}: not a regular file, or no permission")
 
 
-def read_bytes(path):
-    """The bytes of a regular file."""
-    check_regular(path)
-    return path.read_bytes()
-
-
 def read_json(path):
     """The JSON object in a file, a dictionary; UserError for anything else."""
-    try:
-        values = json.loads(read_bytes(path))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"cannot read {path}: {type(error).__name__}: {error}") from None
+    check_regular(path)
+    with as_user_error(path):
+        values = json.loads(path.read_bytes())
     if not isinstance(values, dict):
         raise UserError(f"cannot read {path}: expected a JSON object")
     return values
@@ -56,21 +48,13 @@ def as_user_error(path):
         raise UserError(f"cannot read {path}: {reason}; {remedy}") from None
 
 
-def sha256(path):
-    """The SHA-256 of a regular file, in hexadecimal."""
-    check_regular(path)
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 @contextlib.contextmanager
 def atomic_file(path):
     """A context with a temporary path that replaces `path` at the end; on failure `path` stays as it was."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-            process = left.name.split(".")[-2]
-            if left == temporary or not os.path.exists(f"/proc/{process}"):  # it was killed
+            if left == temporary or not os.path.exists(f"/proc/{left.name.split('.')[-2]}"):  # it was killed
                 remove(left)
         yield temporary
         if path.is_dir():  # os.replace does not replace one

@@ -1,7 +1,4 @@
-"""Fast attention and rotation on a CPU, and a loss in little memory.
-
-Tests compare them with `model.causal_attention`, `model.rotate` and torch's cross-entropy.
-"""
+"""Fast attention and rotation on a CPU, and a loss in little memory."""
 
 import functools
 
@@ -11,17 +8,15 @@ import torch.nn.functional as F
 CHUNK = 512  # positions whose logits are held at once (66 MB at V = 32,000), or a 32nd of the batch
 FUSED_ON = {"cuda"}  # devices where a compiled model's loss is fused under autocast
 FUSED_CHUNK = 8192  # positions then: 524 MB of logits in bfloat16, and as much for their gradient
+compiled = functools.cache(functools.partial(torch.compile, dynamic=False))  # once for each shape of tensors
 
 
 def rotate(x, cos, sin):
     """Rotate each pair (i, i + Dh/2) of x (B, T, H, Dh) by its angle; cos and sin are (T, 1, Dh/2)."""
-    half = x.shape[-1] // 2
-    cosines = torch.cat((cos, cos), dim=-1)  # (T, 1, Dh)
-    turned = x * cosines
+    turned = x * torch.cat((cos, cos), dim=-1)
     if x.requires_grad:  # in-place writes would slow the backward pass
-        sines = torch.cat((-sin, sin), dim=-1)
-        swapped = x.roll(half, dims=-1)
-        return torch.addcmul(turned, swapped, sines)
+        swapped = x.roll(x.shape[-1] // 2, dims=-1)
+        return torch.addcmul(turned, swapped, torch.cat((-sin, sin), dim=-1))
     left, right = x.chunk(2, dim=-1)  # (B, T, H, Dh/2) each
     turned_left, turned_right = turned.chunk(2, dim=-1)
     turned_left.addcmul_(right, sin, value=-1)  # left cos - right sin
@@ -31,9 +26,9 @@ def rotate(x, cos, sin):
 
 def causal_attention(q, k, v):
     """Causal attention of q (B, H, T, Dh) on k and v (B, G, T, Dh), the fastest way on a CPU."""
-    T = k.shape[2]
+    T = q.shape[2]
     grouped = k.shape[1] < q.shape[1]
-    if q.shape[2] == 1:  # the last position's query sees every key
+    if T == 1:  # the last position's query sees every key
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
     if T <= 512 and q.requires_grad and q.dtype is torch.bfloat16:
         return blockwise_attention(q, k, v)
@@ -51,12 +46,10 @@ def blockwise_attention(q, k, v):
     blocks = []
     for start in range(0, T, 128):
         end = min(start + 128, T)
-        block = q[:, start:end]
         keys = k[:, :end].transpose(1, 2)  # (B H, Dh, end)
-        values = v[:, :end]
         future = torch.full((end - start, end), -torch.inf, dtype=q.dtype).triu(1 + start)  # (block, end)
-        scores = torch.baddbmm(future, block, keys, alpha=Dh**-0.5)
-        blocks.append(scores.softmax(-1) @ values)  # (B H, block, Dh)
+        scores = torch.baddbmm(future, q[:, start:end], keys, alpha=Dh**-0.5)
+        blocks.append(scores.softmax(-1) @ v[:, :end])  # (B H, block, Dh)
     return torch.cat(blocks, dim=1).view(B, H, T, Dh)
 
 
@@ -67,11 +60,9 @@ def halved_attention(q, k, v):
     grouped = k.shape[1] < q.shape[1]
     first = [x[:, :, :half] for x in (q, k, v)]
     early = F.scaled_dot_product_attention(*first, is_causal=True, enable_gqa=grouped)
-    late_queries = q[:, :, half:]
     mask = torch.ones(T - half, T, dtype=torch.bool).tril(half)  # (T - half, T)
-    late = F.scaled_dot_product_attention(late_queries, k, v, attn_mask=mask, enable_gqa=grouped)
-    heads = torch.cat((early.transpose(1, 2), late.transpose(1, 2)), dim=1)  # (B, T, H, Dh)
-    return heads.transpose(1, 2)
+    late = F.scaled_dot_product_attention(q[:, :, half:], k, v, attn_mask=mask, enable_gqa=grouped)
+    return torch.cat((early.transpose(1, 2), late.transpose(1, 2)), dim=1).transpose(1, 2)
 
 
 def summed_cross_entropy(states, head, targets):
@@ -107,7 +98,7 @@ class CrossEntropy(torch.autograd.Function):
         for start in range(0, len(states), size):
             part = slice(start, start + size)
             x = states[part].to(dtype)
-            part_loss, d_logits = chunk_loss(F.linear(x, weight), targets[part], V, with_gradients)
+            part_loss, d_logits = chunk_loss(F.linear(x, weight), targets[part], V)
             loss += part_loss
             if with_gradients:
                 d_states[part] = d_logits @ weight
@@ -121,22 +112,20 @@ class CrossEntropy(torch.autograd.Function):
         return d_loss * d_states, d_loss * d_head, None, None, None
 
 
-def plain_chunk(logits, targets, V, with_gradient):
-    """The summed loss of logits (n, V) and, if wanted, its gradient (n, V) in their dtype."""
+def plain_chunk(logits, targets, V):
+    """The summed loss of logits (n, V), and its gradient (n, V) in their dtype."""
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     p = exact.softmax(1)
     log_sum = exact.amax(1) - p.amax(1).log()  # log-sum-exp: the largest p is never 0
     is_counted = targets >= 0  # -100 means no target, as in torch
     wanted = (torch.arange(len(logits), device=logits.device), targets * is_counted)
     loss = torch.where(is_counted, log_sum - exact[wanted], 0).sum()
-    if not with_gradient:
-        return loss, None
     p[wanted] -= 1
     p[~is_counted] = 0
     return loss, p.to(logits.dtype)
 
 
-def fused_chunk(logits, targets, V, with_gradient):
+def fused_chunk(logits, targets, V):
     """The same for logits (n, W), V of them tokens', in operations that a compiler fuses into one pass."""
     token = torch.arange(logits.shape[1], device=logits.device)  # (W,)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -145,14 +134,6 @@ def fused_chunk(logits, targets, V, with_gradient):
     targets = targets[:, None]
     is_counted = targets >= 0  # (n, 1)
     loss = torch.where(is_counted, log_sum - exact.gather(1, targets * is_counted), 0).sum()
-    if not with_gradient:
-        return loss, None
     is_target = token == targets  # (n, W)
     d_logits = (exact - log_sum).exp() - is_target.to(exact.dtype)
     return loss, torch.where(is_counted, d_logits, 0).to(logits.dtype)
-
-
-@functools.cache
-def compiled(function):
-    """torch.compile of a function, once for each shape of its tensors."""
-    return torch.compile(function, dynamic=False)

@@ -11,7 +11,6 @@ import math
 import platform
 import subprocess
 import time
-from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -59,13 +58,12 @@ class Experiment:
 
 def environment(device, dtype):
     """What made a result: versions, device, commits, threads and processes."""
-    is_gpu = device.type == "cuda"
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
         "numpy": np.__version__,
         "dtype": str(dtype).removeprefix("torch."),
-        "device": torch.cuda.get_device_name(device) if is_gpu else platform.machine(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
         "commit": commit(),
         "threads": torch.get_num_threads(),
         "processes": world_size(),
@@ -115,15 +113,15 @@ def print_rows(rows, columns=()) -> None:
 
 def mean_over_seeds(samples, measured, theories=()):
     """Average rows that differ only in `seed` and the named columns: means of `measured`, and seed_std."""
-    groups = defaultdict(list)
+    groups = {}
     named = {"seed", *measured, *theories}  # theories differ in their last bits
     for sample in samples:
         key = tuple(item for item in sample.items() if item[0] not in named)
-        groups[key].append(sample)
+        groups.setdefault(key, []).append(sample)
     rows = []
-    for first, *others in groups.values():
-        values = {name: np.array([sample[name] for sample in (first, *others)]) for name in measured}
-        row = first | {name: float(value.mean()) for name, value in values.items()}
+    for group in groups.values():
+        values = {name: np.array([sample[name] for sample in group]) for name in measured}
+        row = group[0] | {name: float(value.mean()) for name, value in values.items()}
         row.pop("seed", None)
         rows.append(row | {"seed_std": float(values[measured[0]].std())})
     return rows

@@ -1,12 +1,7 @@
-"""Devices, and work shared between processes.
+"""Devices, and work shared between torchrun's processes, of which rank 0 prints and writes."""
 
-Under `torchrun` the same command shares its work among processes; rank 0 prints and writes.
-"""
-
-import contextlib
 import dataclasses
 import os
-import signal
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,16 +16,14 @@ PATIENCE = timedelta(days=1)  # how long ranks wait for each other, while one pr
 
 
 def start(settings: RunSettings):
-    """Join torchrun's processes, choose device and dtype, and make the folder `out`.
-
-    Returns the settings with device and dtype filled in, the torch.device and the torch.dtype.
-    """
+    """Join torchrun's processes, make `out`; returns the full settings, the torch.device and torch.dtype."""
     device = choose_device(getattr(settings, "device", "cpu"))
     try:
         Path(settings.out).mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
         raise UserError(f"cannot write to the folder --out {settings.out!r}: {error}") from None
     if dist.is_torchelastic_launched() and not dist.is_initialized():
+        # init_process_group alone, restarted by torchrun, would take the address of a rank that has ended.
         store, number, size = next(dist.rendezvous("env://", timeout=PATIENCE))
         if os.environ.get("GROUP_WORLD_SIZE") == "1":  # several machines count restarts separately
             store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
@@ -78,16 +71,6 @@ def sum_over_ranks(tensor):
     return tensor
 
 
-@contextlib.contextmanager
-def first_process_first():
-    """A context that rank 0 leaves before the others enter it."""
-    if rank() > 0:
-        gathered()
-    yield
-    if rank() == 0:
-        gathered()
-
-
 def gathered(value=None):
     """The list of each rank's value; waits for all ranks."""
     values = [value] * world_size()
@@ -96,29 +79,6 @@ def gathered(value=None):
     return values
 
 
-def check_agreement(facts) -> None:
-    """UserError unless all ranks have the same `facts`, a dictionary."""
-    first, *others = gathered(facts)
-    for number, theirs in enumerate(others, start=1):
-        for name in first:
-            if theirs[name] != first[name]:
-                differ = f"rank 0 has {name} {first[name]}, rank {number} {theirs[name]}"
-                raise UserError(f"{differ}: give all machines the same code, data, settings and run folder")
-
-
 def progress(*iterable, **keywords):
     """A tqdm bar on rank 0's stderr, if that is a terminal."""
     return tqdm(*iterable, disable=None if rank() == 0 else True, **keywords)
-
-
-@contextlib.contextmanager
-def listening_for_signals():
-    """A context whose list collects SIGTERM, SIGINT and SIGUSR1, which then do not end the process."""
-    received = []
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-    before = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
-    try:
-        yield received
-    finally:
-        for number, handler in zip(numbers, before):
-            signal.signal(number, handler)

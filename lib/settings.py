@@ -4,7 +4,6 @@ A script describes its settings once, in a dataclass. tyro makes the flags and `
 
     python train.py configs/laptop.py --seed 7      # the file's values first, then the flags
     python sinks.py --model runs/laptop             # the default subcommand, `rate`
-    python seedprint.py compare --help              # positional models, flags, units, defaults
 """
 
 import dataclasses
@@ -22,6 +21,10 @@ import msgspec
 import torch.distributed as dist
 import tyro
 
+Names = Annotated[  # of models, without a flag
+    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL ...", help_behavior_hint="")
+]
+
 
 class UserError(Exception):
     """A user's mistake: the message says what is wrong, what was expected and what to do."""
@@ -32,7 +35,7 @@ class Command(NamedTuple):
 
     function: Callable
     defaults: object  # the settings of an empty command line
-    resumed: Callable | None = None  # of train.py: settings -> those of the run that they resume, or None
+    resumed: Callable | None = None  # of train.py: settings -> those of the run that they resume
 
 
 @dataclasses.dataclass
@@ -76,13 +79,14 @@ def read_command(commands, words, document):
         name, *words = words
         document = commands[name].function.__doc__
     elif subcommands:
-        firsts = [f"  {each:12} {commands[each].function.__doc__.splitlines()[0]}" for each in subcommands]
-        document = "\n".join([document.strip(), "", "subcommands (each has its own --help):", *firsts])
+        if words and closest(words[0], subcommands):
+            check_choice(words[0], subcommands, "subcommand")
+        document += "\nsubcommands (each has its own --help):\n"
+        for each in subcommands:
+            document += f"  {each:12} {commands[each].function.__doc__.splitlines()[0]}\n"
         if "" not in commands and words[:1] in (["-h"], ["--help"]):
             print(document)
             sys.exit(0)
-        if words and closest(words[0], subcommands):
-            check_choice(words[0], subcommands, "subcommand")
     if name not in commands:
         raise UserError(f"name a subcommand: {', '.join(subcommands)}")
     command = commands[name]

@@ -21,7 +21,7 @@ from lineage.settings import CompareSettings
 from lineage.table import Pair, fill, judge_models, judge_stacks, language_models, why_units_cannot_tell
 from lineage.verdict import explain, unread_row
 from lineage.views import hidden_units
-from sources.checkpoint import parse_spec
+from sources.checkpoint import check_several, parse_spec
 from strangers.formats import open_spec, token_ids
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
@@ -154,13 +154,6 @@ def matrix(settings: CompareSettings):
     result = experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
     draw_family(experiment.folder / "matrix.png", models, rows)
     return result
-
-
-def check_several(names):
-    """The names; UserError if there are fewer than two."""
-    if len(names) < 2:
-        raise UserError("expected at least 2 models: names on the Hub, folders, files, or PRESET@SEED")
-    return names
 
 
 def open_model(name, settings: CompareSettings):

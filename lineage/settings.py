@@ -1,16 +1,10 @@
 """The settings of seedprint.py's `compare`, `matrix` and `identify`."""
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
-
-import tyro
+from typing import Literal
 
 from init import SCHEMES
-from lib.settings import OutputSettings, at_least
-
-Names = Annotated[
-    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL ...", help_behavior_hint="")
-]
+from lib.settings import Names, OutputSettings, at_least
 
 
 @dataclass

@@ -12,6 +12,8 @@ from lib.runtime import default_batch_size, progress
 from lib.settings import UserError
 from model import Transformer
 
+EPSILON = 0.3  # a sink head has an alpha_1 above this (arXiv 2410.10781)
+
 
 @torch.inference_mode()
 def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=None) -> Tensor:
@@ -27,16 +29,6 @@ def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=
     return torch.stack(layers, dim=1)
 
 
-def attention_of(model, tokens: Tensor, position=1) -> Tensor:
-    """alpha_k of every head, (n, L, H), for any number of sequences (n, T)."""
-    return torch.cat([attention_to(model, part, (position,))[..., 0] for part in batches(tokens)])
-
-
-def uniform_alpha(T):
-    """alpha_1 of uniform attention to T tokens: the mean of 1/i over queries i = 1..T."""
-    return (1 / torch.arange(1, T + 1).double()).mean().item()
-
-
 def ratio_of_first(vectors: Tensor) -> Tensor:
     """The norm at position 1 divided by the median norm elsewhere, of vectors (..., T, D)."""
     norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32)
@@ -47,6 +39,37 @@ def disparity(states: Tensor) -> Tensor:
     """max |h| / mean |h| over the dimensions of states (..., d) (SO)."""
     states = states.float().abs()
     return states.amax(-1) / states.mean(-1)
+
+
+def sink_share(alpha: Tensor) -> Tensor:
+    """The share of sink heads in each sequence, (n,), from alpha_1 (n, L, H). Its mean is the sink rate."""
+    return (alpha > EPSILON).float().mean(dim=(1, 2))
+
+
+def sink_statistics(model, tokens: Tensor, others=()):
+    """For tokens (n, T): a row about sinks on position 1 and on any of `others`, and alpha_1 (n, L, H)."""
+    alphas, norms, values = [], [], []
+
+    def on_state(layer, x):
+        if layer > 0:  # 0 is the input
+            norms.append(ratio_of_first(x))
+
+    def on_heads(layer, heads, q, k, v, alpha):
+        values.append(ratio_of_first(v).mean(1))
+
+    for part in batches(tokens):
+        alphas.append(attention_to(model, part, (1, 0, *others), on_heads, on_state))
+    alpha, constant, *rest = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
+    row = {
+        "sink_rate": sink_share(alpha).mean().item(),
+        "other_sink_rate": sink_share(torch.stack(rest).amax(0)).mean().item() if rest else None,
+        "mean_alpha1": alpha.mean().item(),
+        "max_alpha1": alpha.max().item(),
+        "constant_alpha": constant.mean().item(),  # to a constant, or a learned sink
+        "norm_ratio": torch.cat(norms).mean().item() if norms else None,
+        "value_ratio": torch.cat(values).mean().item(),
+    }
+    return row, alpha
 
 
 def check_seen(model, *parts) -> None:
@@ -103,15 +126,14 @@ def constants_at(model, tokens: Tensor, position=1):
     return {layer: (key, means.of["value"][layer]) for layer, key in means.of["key"].items()}
 
 
-def with_constants(model, constants, layers=None):
-    """A model of the same weights, in the same memory, with constants in some layers, by default in all.
+def with_constants(model, constants):
+    """A model of the same weights, in the same memory, with `constants` in front of what it reads.
 
-    `constants` are a key and a value, (G, Dh) each, by layer. UserError if the model takes none.
+    They are a key and a value, (G, Dh) each, by layer. UserError if the model takes none.
     """
     check_seen(model, "constants")
     if model.config.explicit_sink:
         raise UserError("the model has an explicit sink already")
-    constants = {layer: pair for layer, pair in constants.items() if layers is None or layer in layers}
     if not isinstance(model, Transformer):
         return model.with_constants(constants)
     other = variant(model, explicit_sink=True)

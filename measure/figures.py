@@ -2,18 +2,22 @@
 
 import numpy as np
 
-from lib.figures import curves, lines_of, new_figure, save_figure
+from lib.figures import curves, lines_of, new_figure, save_figure, short_names
 from measure.units import LINKS
 
 
-def draw_heads(path, title, maps, columns) -> None:
-    """Draw attention by layer and head: `maps` has each panel's title and attention (L, H)."""
-    figure, grid = new_figure(title, len(maps) // columns, columns, height=3)
-    for axes, (name, alpha) in zip(grid.flat, maps):
-        alpha = np.array(alpha).T
+def draw_heads(path, title, rows, key, columns=None) -> None:
+    """Draw attention by layer and head, (L, H) under a key, a panel for each row of the first length."""
+    rows = [row for row in rows if row["sequence_length"] == rows[0]["sequence_length"]]
+    names = short_names([row["checkpoint"] for row in rows])
+    columns = columns or len(rows)
+    figure, grid = new_figure(title, len(rows) // columns, columns, height=3)
+    for axes, name, row in zip(grid.flat, names, rows):
+        alpha = np.array(row[key]).T
+        what = row.get("kind", f"{row['sequence_length']} tokens")
         extent = (0.5, alpha.shape[1] + 0.5, alpha.shape[0] + 0.5, 0.5)
         image = axes.imshow(alpha, cmap="cividis", vmin=0, vmax=1, aspect="auto", extent=extent)
-        axes.set(xlabel="attention layer", ylabel="head", title=name)
+        axes.set(xlabel="attention layer", ylabel="head", title=f"{name}\n{what}")
         axes.title.set_fontsize(10)
         axes.locator_params(integer=True, min_n_ticks=1)
     figure.colorbar(image, ax=grid, label="mean attention")
@@ -26,11 +30,10 @@ def draw_chain(path, rows) -> None:
     figure, grid = new_figure(question, 2, 3, height=3)
     for axes, (key, title) in zip(grid.flat, LINKS.items()):
         axes.set_title(title, fontsize=10)
-        axes.set_xlabel("position" if key == "std" else "layer")
-        axes.set_yscale("linear" if key in ("key_alignment", "alpha") else "log")
+        scale = "linear" if key in ("key_alignment", "alpha") else "log"
+        axes.set(xlabel="position" if key == "std" else "layer", yscale=scale)
         for label, points in lines_of(rows, "checkpoint"):
-            link = np.array([point[key] for point in points])
-            link = link.reshape(points[-1]["layer"], -1)  # (L, T)
+            link = np.array([point[key] for point in points]).reshape(points[-1]["layer"], -1)  # (L, T)
             if key == "std":
                 axes.loglog(range(1, link.shape[1] + 1), link[0], label=label)
                 continue
@@ -42,9 +45,8 @@ def draw_chain(path, rows) -> None:
 
 def draw_transplants(path, rows, layers) -> None:
     """Draw the largest activation of the stream by layer, a panel per model, with and without constants."""
-    kinds = ("unchanged", "moved", "moved, builders at zero")
     layers = [layer for layer in layers if layer["sequence_length"] == rows[0]["sequence_length"]]
-    points = [layer for layer in layers if layer["kind"] in kinds]
+    points = [layer for layer in layers if layer["kind"] in ("unchanged", "moved", "moved, builders at zero")]
     question = "Is anything massive left where the sink moves onto a constant?"
     keys = {"x": "layer", "y": "largest", "series": "kind", "panel": "checkpoint", "style": ".-"}
     curves(points, path, question, **keys, log="y", ylabel="largest |number| of the stream")

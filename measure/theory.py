@@ -16,28 +16,19 @@ from numpy.polynomial.polynomial import polyval
 from init import STD, residual_std
 from model import ACTIVATIONS, GATED
 
-NORMS = ("rmsnorm", "layernorm")
 SCHEMES = ("gpt2", "normal", "centered")
 
 
 def knows(config, scheme="gpt2"):
     """Whether theory can predict a newborn's states; where it cannot, its numbers are None."""
     is_plain = config.attn_calibration == "none" and not config.explicit_sink
-    return is_plain and config.norm in NORMS and scheme in SCHEMES
+    return is_plain and config.norm in ("rmsnorm", "layernorm") and scheme in SCHEMES
 
 
 def gaussian_grid(points, device="cpu"):
-    """Nodes z and weights w, (points,) float64, such that sum w f(z) = E f(z) for z ~ N(0, 1).
-
-    With an odd number of points one node is 0, where ReLU has its kink.
-    """
+    """Nodes z and weights w, (points,) float64, such that sum w f(z) = E f(z) for z ~ N(0, 1)."""
     z = torch.linspace(-9, 9, points, dtype=torch.float64, device=device)
-    step = z[1] - z[0]
-    w = torch.exp(-z.square() / 2) * step / math.sqrt(2 * math.pi)
-    return z, w
-
-
-# ---- one layer: the activation's kernel --------------------------------------------------------------------
+    return z, torch.exp(-z.square() / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi)
 
 
 def hermite_kernel(phi, terms=64):
@@ -48,16 +39,14 @@ def hermite_kernel(phi, terms=64):
     The h_n are normalized Hermite polynomials. The last k_n takes all further terms (for ReLU about 2e-4 of
     the sum), so that sum(k) is exactly E phi(z)^2.
     """
-    z, weight = gaussian_grid(2001)
+    z, weight = gaussian_grid(2001)  # odd: one node is 0, where ReLU has its kink
     value = phi(z)
     before = torch.zeros_like(z)
     h = torch.ones_like(z)
     k = torch.zeros(terms, dtype=torch.float64)
     for n in range(terms):
         k[n] = (weight * value * h).sum().square()
-        after = (z * h - math.sqrt(n) * before) / math.sqrt(n + 1)
-        before = h
-        h = after
+        before, h = h, (z * h - math.sqrt(n) * before) / math.sqrt(n + 1)
     k[-1] += (weight * value.square()).sum() - k.sum()
     return k
 
@@ -80,21 +69,15 @@ def mlp_kernel(mlp, s, d, scheme="gpt2"):
     def neuron(z):
         return ACTIVATIONS[mlp](s * z)
 
-    def aligned_neuron(z):  # a gated neuron whose up row is its gate row
-        return neuron(z) * s * z
-
     k = hermite_kernel(neuron)
     if mlp in GATED:
-        aligned = hermite_kernel(aligned_neuron)
+        aligned = hermite_kernel(lambda z: neuron(z) * s * z)  # of neurons whose up row is their gate row
         # The factor rho shifts each k_n by one power; the highest, negligible for SiLU, would fall off.
         independent = torch.cat((k.new_zeros(1), k[:-1]))
         return aligned / d + (1 - 1 / d) * s**2 * independent
     if scheme == "centered":
         k[0] = 0
     return k
-
-
-# ---- averaging: what attention does ------------------------------------------------------------------------
 
 
 def average(S):
@@ -107,9 +90,6 @@ def scales(S, epsilon=0.0):
     """sqrt(D_i D_j), (T, T), where D_i = S_ii + epsilon; S divided by it is a matrix of cosines."""
     D = S.diag() + epsilon
     return D.outer(D).sqrt()
-
-
-# ---- the whole newborn network -----------------------------------------------------------------------------
 
 
 def covariances(config, T, scheme="gpt2", residual=True):
@@ -151,8 +131,7 @@ def covariances(config, T, scheme="gpt2", residual=True):
             both = residual * both + g_a * (uniform + v * C * uneven)
         if config.sublayers != "attention":
             C = both / scales(both[0], config.norm_epsilon)
-            kappa = torch.from_numpy(polyval(C.numpy(), k.numpy()))
-            both = residual * both + g_m * kappa
+            both = residual * both + g_m * torch.from_numpy(polyval(C.numpy(), k.numpy()))
         yield both
 
 

@@ -35,17 +35,15 @@ LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles dispari
 class Activity(Means):
     """Means over sequences (n, T) of what a model does at position 1, and of SO's chain if asked for.
 
-    The sink's dimension after a layer is the largest of the mean stream at position 1. A neuron contributes
-    its activation times its down weight to that dimension, times the dimension's sign. Where a norm follows
-    the MLP, these products are rescaled so that they sum to what the MLP adds. *Builders* contribute most,
-    *removers* subtract most (ours).
+    The chain, as the paper tells it: a head's output is a mean of values. At position 1 it is a single value,
+    so its `std` over sequences, heads and dimensions is largest. W_O is said to amplify what varies most
+    (`output_tau`). This makes the *builders*, a few neurons, fire at position 1 alone. They make one
+    dimension of the stream huge (`norm`, `disparity`), and RMSNorm shrinks all others. So first tokens have
+    one key (`key_alignment`) and short values (`value_norm`), and queries find them (`alpha`).
 
-    The chain, as the paper tells it (docs/sinks.md says what holds): a head's output is a mean of values. At
-    position 1 it is a single value, so its `std` over sequences, heads and dimensions is largest. W_O is said
-    to amplify what varies most (`output_tau`; in the models measured it does not, on average). This makes the
-    builders, a few neurons, fire at position 1 alone. They make one dimension of the stream huge (`norm`,
-    `disparity`), and RMSNorm shrinks all others. So first tokens have one key (`key_alignment`: the norm of
-    the mean unit key) and short values (`value_norm`), and queries find them (`alpha`).
+    The sink's dimension after a layer is the largest of the mean stream at position 1. A neuron contributes
+    its activation times its down weight to that dimension, times the dimension's sign; where a norm follows
+    the MLP, these products are rescaled to what the MLP adds. *Removers* subtract most (ours).
     """
 
     def __init__(self, model, tokens: Tensor):
@@ -53,13 +51,13 @@ class Activity(Means):
         self.model = model
         self.tokens = tokens
 
-    def see_first(self, layer, x) -> None:
-        self.add("state_1", layer, x[:, 0].float())
-        self.add("disparity_1", layer, disparity(x[:, 0]))
-
     def see_units(self, layer, units, first) -> None:
         self.add("at_1", (layer, first), units[:, 0].float())
         self.add("elsewhere", (layer, first), units[:, 1:].float().abs().mean(1))
+
+    def see_first(self, layer, x) -> None:
+        self.add("state_1", layer, x[:, 0].float())
+        self.add("disparity_1", layer, disparity(x[:, 0]))
 
     def see_stream(self, layer, x) -> None:
         self.see_first(layer, x)
@@ -89,7 +87,9 @@ class Activity(Means):
             self.of["std"][layer] = std
             self.of["std_ratio"][layer] = std[0] / std[1:].median()
             self.of["alpha1"][layer] = self.of["alpha"][layer][0]
-            self.of["key_alignment"][layer] = self.of["key"][layer].norm(dim=2).mean(0)  # (T,)
+            self.of["key_alignment"][layer] = (
+                self.of["key"][layer].norm(dim=2).mean(0)
+            )  # of the mean key, (T,)
             self.of["output_tau"][layer] = output_tau(self.model.output_weight(layer), self.std(layer, 1))
         for layer, product in self.of["product"].items():
             self.of["effective_rank"][layer] = effective_rank(self.of["state"][layer], product)
@@ -101,29 +101,30 @@ class Activity(Means):
             layers.setdefault(layer, []).append(self.of[name][layer, first])
         return {layer: torch.cat(some) for layer, some in layers.items()}
 
-    def number(self, name, layer, position=1):
-        """A link as a number; None in a layer that has it not."""
-        found = self.of[name].get(layer)
-        return None if found is None else found.flatten()[position - 1].item()
+    def links(self, names, layer, position=1):
+        """Numbers of a layer at a position, by name; None where a layer has no such link."""
+        row = {}
+        for name in names:
+            found = self.of[name].get(layer)
+            row[name] = None if found is None else found.flatten()[position - 1].item()
+        return row
 
     def by_position(self):
         """A row of links for each layer and position."""
         rows = []
         for layer, norm in self.of["norm"].items():
             for position in range(1, len(norm) + 1):
-                links = {name: self.number(name, layer, position) for name in LINKS}
-                rows.append({"layer": layer, "position": position} | links)
+                rows.append({"layer": layer, "position": position} | self.links(LINKS, layer, position))
         return rows
 
     def by_layer(self):
         """A row of links for each layer, with builders if the layer makes a dimension dominate."""
         rows = []
         for layer in self.of["norm"]:
-            row = {name: self.number(name, layer) for name in COLUMNS}
-            is_jump = layer in self.jumps()
-            row["dimension"] = self.dimension(layer) if is_jump else None
-            row["builders"] = names_of(self.builders(layer, 4)) if is_jump else None
-            rows.append({"layer": layer} | row)
+            row = {"layer": layer} | self.links(COLUMNS, layer) | {"dimension": None, "builders": None}
+            if layer in self.jumps():
+                row |= {"dimension": self.dimension(layer), "builders": names_of(self.builders(layer, 4))}
+            rows.append(row)
         return rows
 
     @property
@@ -140,6 +141,10 @@ class Activity(Means):
     def dimension(self, layer):
         return self.state[layer].abs().argmax().item()
 
+    def weights(self, layer, dimension):
+        """The down weights, (d_ff,), of a layer's neurons on a dimension of the stream."""
+        return self.model.down(layer)[dimension].float().cpu()
+
     def contributions(self, layer, last=None):
         """Each neuron's contribution, by layer (d_ff,), to the sink's dimension after a layer."""
         dimension = self.dimension(layer)
@@ -147,8 +152,7 @@ class Activity(Means):
         added = {}
         for its_layer, activations in self.at_1.items():
             if last is None or its_layer <= last:
-                weights = self.model.down(its_layer)[dimension].float().cpu()
-                added[its_layer] = activations * weights * sign
+                added[its_layer] = activations * self.weights(its_layer, dimension) * sign
                 if its_layer in self.of["silent"]:
                     total = (self.state[its_layer] - self.of["silent"][its_layer])[dimension] * sign
                     added[its_layer] *= total / added[its_layer].sum()
@@ -170,16 +174,9 @@ class Activity(Means):
         needed = LEAST_SHARE * self.state[self.layer, dimension].abs()
         chosen = self.contributions(self.layer, self.layer)
         for layer, added in chosen.items():
-            weights = self.model.down(layer)[dimension].float().cpu()
-            added[added < SELECTIVITY * self.elsewhere[layer] * weights.abs()] = 0
-            added[added < needed] = 0
+            elsewhere = self.elsewhere[layer] * self.weights(layer, dimension).abs()
+            added[(added < SELECTIVITY * elsewhere) | (added < needed)] = 0
         return ranked(chosen, sum((added > 0).sum().item() for added in chosen.values()))
-
-    def num_needed(self, layer, share):
-        """The number of builders that make a share of the dimension after a layer."""
-        added = torch.cat(list(self.contributions(layer, layer).values())).clamp(min=0)
-        sums = added.sort(descending=True).values.cumsum(0)
-        return 1 + (sums < share * self.state[layer].abs().max()).sum().item()
 
     def describe(self, units):
         """A row for each (layer, unit). `down_share` is the dimension's share of its squared down weights."""
@@ -188,15 +185,11 @@ class Activity(Means):
         rows = []
         for layer, unit in units:
             squares = self.model.down(layer)[:, unit].float().square()
-            row = {
-                "layer": layer,
-                "unit": unit,
-                "first": self.at_1[layer][unit].abs().item(),
-                "others": self.elsewhere[layer][unit].item(),
-                "builds": builds[layer][unit].item(),
-                "down_share": (squares[dimension] / squares.sum()).item(),
-                "dimension": dimension,
-            }
+            row = {"layer": layer, "unit": unit, "dimension": dimension}
+            row["first"] = self.at_1[layer][unit].abs().item()
+            row["others"] = self.elsewhere[layer][unit].item()
+            row["builds"] = builds[layer][unit].item()
+            row["down_share"] = (squares[dimension] / squares.sum()).item()
             rows.append(row)
         return rows
 
@@ -212,19 +205,15 @@ def observe(model, tokens: Tensor, with_chain=False) -> Activity:
     with model.hidden_units(activity.see_units):
         for part in batches(tokens):
             model.hidden(part, **watchers)
+    activity.finish()
     for layer in model.normed_layers:
-        with model.hidden_units(silence(layer)):
+        its_units = [(layer, unit) for unit in range(len(activity.at_1[layer]))]
+        with model.hidden_units(zero_units(its_units)):
             for part in batches(tokens[:, :1]):
                 states = {}
                 model.hidden(part, on_state=states.__setitem__)
                 activity.add("silent", layer, states[layer][:, 0].float())
-    activity.finish()
     return activity
-
-
-def silence(silent):
-    """An `on_units` that ablates all neurons of a layer."""
-    return lambda layer, units, first: torch.zeros_like(units) if layer == silent else None
 
 
 def ranked(scores, count):
@@ -238,8 +227,8 @@ def zero_units(units):
     """An `on_units` that ablates neurons, (layer, unit) each: it sets them to zero."""
 
     def on_units(layer, values, first):
-        here = [unit - first for its_layer, unit in units if its_layer == layer]
-        here = [unit for unit in here if 0 <= unit < values.shape[-1]]
+        last = first + values.shape[-1]
+        here = [unit - first for its_layer, unit in units if its_layer == layer and first <= unit < last]
         if here:
             return values.index_fill(-1, torch.tensor(here, device=values.device), 0)
 

@@ -17,7 +17,6 @@ from typing import Literal
 
 from lib import runtime
 from lib.files import atomic_file, read_json
-from lib.results import ROOT
 from lib.settings import Command, OutputSettings, UserError, run_script
 from reproduce.claims import CLAIMS
 
@@ -94,9 +93,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "models/streaming": f"-m reproduce.uses streaming --model smollm2 {GEMMA}",
     "bench": "-m reproduce.bench",
 }
-FIRST = {
-    "disguised/compare": ("disguised", "-m lineage.disguise tiny_llama@42")
-}  # what a result reads
+FIRST = {"disguised/compare": ("disguised", "-m lineage.disguise tiny_llama@42")}  # what a result reads
 
 
 @dataclass
@@ -122,9 +119,6 @@ def reproduce(settings: Settings) -> None:
                     failed.append(name)
     finally:  # also where somebody interrupts
         write_report(settings.out)
-    of_other_code = [name for name in RESULTS if is_of_other_code(read_result(settings.out, name))]
-    if of_other_code:
-        print(f"of other code than today's (--again NAME): {' '.join(of_other_code)}")
     if failed:
         raise UserError(f"these commands failed: {', '.join(failed)}")
 
@@ -160,15 +154,6 @@ def read_result(out, name):
         return read_json(Path(out, f"{name}.json"))
     except UserError:
         return None
-
-
-def is_of_other_code(result):
-    """Has code changed since the commit of a result? False where nothing tells: no checkout, no commit."""
-    commit = result and result["environment"]["commit"]
-    if commit is None:
-        return False
-    command = ["git", "diff", "--quiet", commit.removesuffix("-dirty"), "--", "*.py"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 1
 
 
 def write_report(out) -> None:

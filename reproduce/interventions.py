@@ -16,9 +16,18 @@ from lib.random import keyed_generator
 from lib.results import interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
-from measure.attention import attention_of, attention_to, constants_at, disparity, with_constants
+from measure.attention import (
+    EPSILON,
+    attention_to,
+    batches,
+    constants_at,
+    disparity,
+    sink_share,
+    with_constants,
+)
 from measure.units import names_of, observe, ranked, watch, zero_units
-from sinks import Case, Settings, TransplantSettings, alpha_and_loss, measure_models, sink_share
+from model import Transformer
+from sinks import Case, Settings, TransplantSettings, alpha_and_loss, measure_models
 from sources.inputs import bos_of, read_tokens
 
 ELSEWHERE = 10  # where a BOS that is not first stands
@@ -109,7 +118,8 @@ def replace_heads(model, k, changed, kind, factor):
         o_k = heads[:, :, k - 1 : k]  # (B, H, 1, Dh)
         if kind == "self_mask":
             own = v[:, :, k - 1 : k].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
-            o_k = model.calibrated(layer, own, k)
+            is_ours = isinstance(model, Transformer)
+            o_k = model.blocks[layer - 1].self_attn.calibrate(own, k) if is_ours else own
         elif kind == "amplify":
             mean = o_k.mean(0, keepdim=True)
             o_k = mean + factor * (o_k - mean)
@@ -146,7 +156,7 @@ def ablations(settings: AblateSettings, spec, model):
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens)
     dimension = activity.dimension(activity.layer)
-    count = settings.num_builders or min(64, activity.num_needed(activity.layer, share=0.99))
+    count = settings.num_builders or min(64, num_needed(activity, activity.layer, share=0.99))
     builders = activity.builders(activity.layer, count)
     sets = sets_of_units(settings, activity, builders)
     num_bos = 0 if bos_of(settings, spec) is None else 1
@@ -166,14 +176,21 @@ def ablations(settings: AblateSettings, spec, model):
     for kind, units in progress(sets, desc="ablate", unit=" sets", leave=False):
         states.clear()
         with model.hidden_units(hold if kind == "constant" else zero_units(units)):
-            alpha, _, losses = alpha_and_loss(model, tokens, on_state, num_bos)
+            alphas, losses = alpha_and_loss(model, tokens, on_state, num_bos)
         state = torch.cat(states)  # (n, d)
         left = state[:, dimension].mean() / activity.state[activity.layer, dimension]
         row = {"kind": kind, "num_ablated": len(units), "units": names_of(units)}
         row |= {"left": left.item(), "disparity": disparity(state).mean().item()}
-        row |= interval(sink_share(alpha), "sink_rate", 0, 1)
-        rows.append(row | {"mean_alpha1": alpha.mean().item(), "loss": losses["loss"]})
+        row |= interval(sink_share(alphas[..., 0]), "sink_rate", 0, 1)
+        rows.append(row | {"mean_alpha1": alphas[..., 0].mean().item(), "loss": losses["loss"]})
     return {"rows": rows}
+
+
+def num_needed(activity, layer, share):
+    """The number of builders that make a share of the sink's dimension after a layer."""
+    added = torch.cat(list(activity.contributions(layer, layer).values())).clamp(min=0)
+    sums = added.sort(descending=True).values.cumsum(0)
+    return 1 + (sums < share * activity.state[layer].abs().max()).sum().item()
 
 
 def sets_of_units(settings: AblateSettings, activity, units):
@@ -214,6 +231,11 @@ def bos(settings: Settings):
     return result
 
 
+def attention_of(model, tokens, position):
+    """alpha_k of every head, (n, L, H), for any number of sequences (n, T)."""
+    return torch.cat([attention_to(model, part, (position,))[..., 0] for part in batches(tokens)])
+
+
 def with_and_without_bos(settings: Settings, spec, model):
     """A row for each case and layer that attends: mean attention to a position, share of heads that sink."""
     if settings.sequence_length <= ELSEWHERE:
@@ -238,7 +260,7 @@ def with_and_without_bos(settings: Settings, spec, model):
     for kind, (reader, tokens, place) in progress(cases.items(), desc="bos", unit=" cases", leave=False):
         for layer, alpha in enumerate(attention_of(reader, tokens, place).unbind(1), start=1):  # (n, H)
             row = {"kind": kind, "place": place, "layer": layer, "alpha": alpha.mean().item()}
-            rows.append(row | {"sink_rate": (alpha > sinks.EPSILON).float().mean().item()})
+            rows.append(row | {"sink_rate": (alpha > EPSILON).float().mean().item()})
     return {"rows": rows}
 
 
@@ -257,12 +279,13 @@ def cases_and_controls(seed, model, moved, activity, others, bos):
     tokens = others.unique().tolist()
     for token in (tokens[len(tokens) // 4], tokens[3 * len(tokens) // 4]):
         cases.append(Case(f"token in front: {token}", model, prefix=[token]))
-    builders = activity.builders(activity.layer, activity.num_needed(activity.layer, share=0.99))
+    builders = activity.builders(activity.layer, num_needed(activity, activity.layer, share=0.99))
     if set(builders) != set(cases[1].at_zero):
         cases.append(Case("builders of 99 % at zero", model, builders, cases[0].prefix))
 
     def add(kind, constants, layers=None):
-        cases.append(Case(kind, with_constants(model, constants, layers)))
+        some = {layer: pair for layer, pair in constants.items() if layers is None or layer in layers}
+        cases.append(Case(kind, with_constants(model, some)))
 
     constants = constants_at(model, others)  # by layer: (G, Dh) each
     jump = (activity.jumps() or [activity.layer])[0]

@@ -17,8 +17,8 @@ from lib.random import random_vectors
 from lib.settings import Command, run_script
 from measure import theory
 from measure.attention import Means
-from model import rope, rope_frequencies
-from probe import SHOWN, count_predictions, pairwise_cosine, preference
+from model import rope
+from probe import SHOWN, CosineStatistics, count_predictions, preference
 from reproduce.mean_field import mean_field
 
 
@@ -26,6 +26,11 @@ def gaussian_inputs(experiment, T, d):
     """Gaussian vectors with the standard deviation of embeddings, 0.02: (num_sequences, T, d)."""
     vectors = random_vectors(experiment.settings.input_seed, range(experiment.settings.num_sequences), T, d)
     return vectors.to(experiment.device, experiment.dtype)
+
+
+def pairwise_cosine(states):
+    """Mean and standard deviation of the cosine over all pairs of states (n, d), as columns."""
+    return CosineStatistics(states.shape[1], states.device).update(states).summary()
 
 
 @torch.inference_mode()
@@ -259,7 +264,8 @@ def aggregated_std(config, T, scheme):
     i = torch.arange(1, T + 1, dtype=torch.float64)
     value_variance = d * STD**2 * STD**2 / (STD**2 + config.norm_epsilon)  # also that of queries and keys
     t = value_variance  # of q k^T / sqrt(Dh): std of q times that of k
-    angle = torch.outer(i - 1, rope_frequencies(config).double())  # (T, Dh/2)
+    exponent = -torch.arange(0, config.head_size, 2).float() / config.head_size
+    angle = torch.outer(i - 1, (config.rope_theta**exponent).double())  # (T, Dh/2)
     kept = (angle.cos().cumsum(0).square() + angle.sin().cumsum(0).square()).mean(1) / i.square()
     concentration = attention_concentration(T, t) + (1 - 1 / i) * (t**2 * kept / d)
     return (value_variance * concentration).sqrt().tolist()

@@ -16,14 +16,13 @@ from lib.settings import Command, UserError, run_script
 from reproduce.robustness import STRANGER_SEED
 from seedprint import (
     PaperSettings,
-    check_comparable,
     kendall,
     last_outputs,
     outputs_of,
     paper_test,
     top_dimensions,
 )
-from sources.checkpoint import parse_spec, steps
+from sources.checkpoint import check_lengths, parse_spec, shortest_context, steps
 
 
 @dataclass
@@ -50,7 +49,9 @@ def persistence(settings: Settings):
     if settings.stranger is not None:
         compared.append(parse_spec(settings.stranger))
         strangers = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
-    check_comparable(compared, settings)
+    if len({spec.config.d_model for spec in compared}) > 1:
+        raise UserError("persistence compares models of one width")
+    check_lengths((settings.paper_length,), shortest_context(compared), "--paper-length")
     experiment = Experiment("persistence", "BB Figures 11 and 14", settings)
     vocab_size = min(spec.config.vocab_size for spec in compared)
     birth = outputs_of(specs[0], vocab_size, experiment)

@@ -17,7 +17,6 @@ import tyro
 
 from init import newborn
 from lib.figures import curves
-from lib.files import sha256
 from lib.random import keyed_generator
 from lib.results import Experiment
 from lib.runtime import progress
@@ -26,7 +25,7 @@ from lineage.compare import CompareSettings, compare_models, read_model
 from lineage.disguise import as_source, disguised, select, weights_of
 from sources.checkpoint import parse_spec
 from sources.inputs import TextSettings, read_tokens
-from strangers.formats import TOKEN_TABLE, Newborn, open_spec
+from strangers.formats import TOKEN_TABLE, Newborn, open_spec, sha256
 
 STRANGER_SEED = 2**31 - 1  # of newborns that no model descends from
 
@@ -58,7 +57,7 @@ def robustness(settings: Settings):
     labels = {"xlabel": "depth (0: input, 1: output)", "ylabel": "% of a layer's neurons matched"}
     path = experiment.folder / "robustness.png"
     more = {key: [detail[key] for detail in details] for key in ("layers", "layer_map")}
-    files = [spec.folder for spec in specs if spec.folder and spec.folder.is_file()]
+    files = [path for spec in specs for path in (Path(spec.name), spec.folder) if path and path.is_file()]
     columns = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "distance", "body_z")
     result = experiment.save(rows, columns, sha256={file.name: sha256(file) for file in files}, **more)
     curves(points, path, question, x="depth", y="matched", series="kind", style=".", **labels)
@@ -67,7 +66,7 @@ def robustness(settings: Settings):
 
 def all_pairs(specs, settings: Settings):
     """(base, suspect, kind): the first model and its relatives, made one after another; then all models."""
-    models = [read_model(Path(spec.name).name, spec.open(any_architecture=True)) for spec in specs]
+    models = [read_model(Path(spec.name).name, open_spec(spec, any_architecture=True)) for spec in specs]
     for name, kind, source in relatives(specs[0], settings):
         yield models[0], read_model(name, source), kind
     pairs = list(itertools.combinations(models, 2))

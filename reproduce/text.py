@@ -29,6 +29,7 @@ from lib.settings import Command, OutputSettings, UserError, run_script
 from measure import attention
 from measure.units import observe
 from reproduce.claims import differences
+from reproduce.interventions import num_needed
 from sources import checkpoint
 from sources.data import default_folder, open_data
 from sources.inputs import read_tokens
@@ -127,15 +128,15 @@ def end_of(run, config, kind, seed):
     losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
     row = begun_row(run, config, kind, seed)
     row |= {"val_loss": losses[-1], "mean_loss": np.mean(losses)}
-    row["uniform_alpha1"] = attention.uniform_alpha(64)
+    row["uniform_alpha1"] = (1 / torch.arange(1, 65).double()).mean().item()
     reading, spec = reading_of(run), checkpoint.parse_spec(run.out)
     model = spec.load()
-    found, alpha = sinks.sink_statistics(model, read_tokens(reading, spec, 64))  # alpha (n, L, H)
+    found, alpha = attention.sink_statistics(model, read_tokens(reading, spec, 64))  # alpha (n, L, H)
     row |= found
     layers = sinks.anatomy_rows(reading, spec, model)["layers"]
     for name in ("disparity", "effective_rank", "output_tau"):
         row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
-    rates = (alpha > sinks.EPSILON).double().mean(dim=(0, 2)).tolist()
+    rates = (alpha > attention.EPSILON).double().mean(dim=(0, 2)).tolist()
     return row, [layer | {"sink_rate": rate} for layer, rate in zip(layers, rates)]
 
 
@@ -200,9 +201,9 @@ def born(run):
     end = checkpoint.load(steps[-1])
     activity = observe(end, tokens)
     layer = activity.layer
-    builders = activity.builders(layer, min(MOST_BUILDERS, activity.num_needed(layer, LARGEST_SHARE)))
+    builders = activity.builders(layer, min(MOST_BUILDERS, num_needed(activity, layer, LARGEST_SHARE)))
     alpha = attention.attention_to(end, tokens)[..., 0].mean(0)  # (L, H)
-    is_sink = alpha >= alpha.max().clamp(max=sinks.EPSILON)  # at least the largest
+    is_sink = alpha >= alpha.max().clamp(max=attention.EPSILON)  # at least the largest
     heads = [(place + 1, head) for place, head in is_sink.nonzero().tolist()]  # layers from 1
     sink = {"layer": layer, "dimension": activity.dimension(layer), "heads": heads}
     name = Path(run.out).name
@@ -220,7 +221,7 @@ def links_of(model, tokens, sink, builders):
     elsewhere = [activity.elsewhere[layer][unit] for layer, unit in builders]
     sink_layers, heads = np.array(sink["heads"]).T
     alignments = [activity.of["key_alignment"][one][1:] for one in np.unique(sink_layers)]
-    found, alpha = sinks.sink_statistics(model, tokens)  # alpha (n, L, H)
+    found, alpha = attention.sink_statistics(model, tokens)  # alpha (n, L, H)
     return {
         "builders": torch.stack(at_1).abs().mean().item(),
         "builders_elsewhere": torch.stack(elsewhere).mean().item(),

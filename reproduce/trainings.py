@@ -20,7 +20,7 @@ import tyro
 import train
 from lib import runtime
 from lib.figures import unique
-from lib.files import check_regular, sha256
+from lib.files import check_regular
 from lib.results import Experiment, interval
 from lib.settings import (
     Command,
@@ -39,7 +39,7 @@ from sources import checkpoint
 from sources.data import TokenData, default_folder
 from sources.inputs import TextSettings, read_tokens
 from sources.runs import MAY_CHANGE, Run, read_rows
-from strangers.formats import open_spec
+from strangers.formats import open_spec, sha256
 
 SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base in the table

@@ -73,7 +73,7 @@ def roundings(settings: UseSettings, spec, model):
                     stack.enter_context(rounded_inputs(some, scale, read.shape[1]))
                 if parts == "inputs and weights":
                     stack.enter_context(rounded_weights(some, scale))
-                losses = alpha_and_loss(some, read, before=before)[2]
+                _, losses = alpha_and_loss(some, read, before=before)
             rows.append({"kind": kind, "rounded": parts, "scale": scale} | losses | sizes)
     return {"rows": rows}
 

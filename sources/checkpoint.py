@@ -5,8 +5,6 @@
 >>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
 >>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or any causal language model; or a .gguf
 >>> model = checkpoint.load("Qwen/Qwen2.5-0.5B")      # from the Hub: also ORG/NAME@COMMIT, ORG/NAME/file.gguf
-
-A newborn, and a checkpoint that was saved here, are read here. All other models are a `stranger`'s.
 """
 
 import functools
@@ -25,6 +23,7 @@ from lib.settings import UserError, check_choice, from_values
 from model import PRESETS, ModelConfig, Transformer
 
 WEIGHTS = "model.safetensors"
+TOKENIZERS = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
 OURS = "bornbiased"  # marks a config.json that was written here; the model_type of what only model.py is
 KEYS = {  # of config.json: our name, and Hugging Face's
     "vocab_size": "vocab_size",
@@ -52,7 +51,6 @@ class Spec:
     scheme: str = "gpt2"  # how the newborn is drawn
 
     is_ours = True  # a stranger's is not
-    tokenizer_files = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
 
     @property
     def label(self):
@@ -63,18 +61,8 @@ class Spec:
         return f"{self.name}@{self.seed}{embedding}"
 
     @property
-    def place(self):
-        """The folder or file of the weights; None for a newborn."""
-        return self.folder
-
-    @functools.cached_property
     def config(self):
         """What is known without the weights: a ModelConfig; a stranger's is a strangers.lens.Shape."""
-        return self.own_config
-
-    @property
-    def own_config(self):
-        """The ModelConfig; UserError for a stranger of another architecture."""
         if self.preset:
             return PRESETS[self.preset]
         return config_of(read_json(self.folder / "config.json"), self.folder)
@@ -82,10 +70,9 @@ class Spec:
     @functools.cached_property
     def tokenizer_file(self):
         """The file of the model's own tokenizer; None if there is none that we can read."""
-        if self.place is None:
+        if self.folder is None:
             return None
-        folder = self.place if isdir(self.place) else self.place.parent
-        return next((folder / name for name in self.tokenizer_files if isfile(folder / name)), None)
+        return next((self.folder / name for name in TOKENIZERS if isfile(self.folder / name)), None)
 
     def begins_with_bos(self, tokenizer):
         """Whether the model was trained with BOS in front: its run's settings say so."""
@@ -95,18 +82,17 @@ class Spec:
         return exists(settings) and bool(read_json(settings).get("bos_first"))
 
     def load(self, device="cpu", dtype=torch.float32):
-        """The model in eval mode, its blocks in `dtype`: a Transformer; a stranger's is a Lens."""
-        return self.load_own(device, dtype)
-
-    def load_own(self, device="cpu", dtype=torch.float32):
-        """The Transformer in eval mode, its blocks in `dtype`; UserError for weights that do not fit."""
+        """The Transformer in eval mode, its blocks in `dtype`; a stranger's is a strangers.lens.Lens."""
         if self.preset:
             return newborn(self.preset, self.seed, self.embedding_seed, self.scheme, device, dtype)
         path = self.folder / WEIGHTS
         check_regular(path)
         with as_user_error(path):
             weights = load_file(path)
-        return built(self.own_config, weights, path, device, dtype)
+        return built(self.config, weights, path, device, dtype)
+
+    own_config = config  # a stranger's is that of a Transformer with its weights,
+    load_own = load  # which this loads
 
 
 def built(config: ModelConfig, weights, place, device, dtype):
@@ -187,6 +173,13 @@ def shortest_context(specs):
     return min(spec.config.context_length for spec in specs)
 
 
+def check_several(names):
+    """The names; UserError if there are fewer than two."""
+    if len(names) < 2:
+        raise UserError("expected at least 2 models: names on the Hub, folders, files, or PRESET@SEED")
+    return names
+
+
 def check_lengths(lengths, context, flag="--sequence-length") -> None:
     """UserError for a length that does not fit the models' context."""
     for length in lengths:
@@ -235,9 +228,9 @@ def is_ours(raw):
 def config_of(raw, place):
     """The ModelConfig of what `config_json` wrote; UserError if it is damaged."""
     values = {name: value for name, value in raw.items() if name != "model_type"}
-    if raw["model_type"] != OURS:
+    if raw.get("model_type") != OURS:
         with as_user_error(place):
             values = {ours: raw[theirs] for ours, theirs in KEYS.items()}
             values["rope_theta"] = raw["rope_parameters"]["rope_theta"]
-        values["qkv_bias"] = raw["model_type"] == "qwen2"
+            values["qkv_bias"] = {"llama": False, "qwen2": True}[raw["model_type"]]
     return from_values(ModelConfig, values, place)

@@ -38,17 +38,16 @@ from tyro.conf import Positional
 
 from lib.files import atomic_folder, check_regular, read_json
 from lib.random import keyed_generator
-from lib.runtime import first_process_first, progress
-from lib.settings import Command, UserError, from_values, run_script, say
+from lib.runtime import gathered, progress
+from lib.settings import Command, UserError, from_values, rank, run_script, say
 from sources.tokenizers import load_tokenizer
 
 PAGE = 2**16  # characters; longer documents are read in pieces, cut at line ends
-WINDOW = 2**10  # tokens; long documents hold out windows of up to twice as many
 TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".jsonl")  # endings of text
 TEXT += (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js", ".ts", ".java", ".go", ".rs", ".sh")
 NAMES = ("python", "docstrings", "packages", "backcopy")  # sources that are not files
-PACKAGES = ("torch", "scipy", "sympy", "networkx", "matplotlib", "numpy")  # of the source `packages`
 TRIGGERS = "teo"  # letters of `backcopy` after which the letter before them is repeated
+PACKAGES = ("torch", "scipy", "sympy", "networkx", "matplotlib", "numpy")  # of the source `packages`
 
 
 @dataclass
@@ -111,52 +110,47 @@ def text_files(name):
 
 
 def package_files():
-    """The .py files of PACKAGES, except long ones, in an order that depends only on their names."""
+    """The .py files of PACKAGES, except long ones and builds' own, in an order of their names alone."""
     files = {}
     for package in PACKAGES:
         folder = Path(find_spec(package).submodule_search_locations[0])
         for file in folder.rglob("*.py"):
-            says_its_build = file.name in ("version.py", "__config__.py")
-            if not says_its_build and file.stat().st_size <= 200_000:  # bytes
+            if file.name not in ("version.py", "__config__.py") and file.stat().st_size <= 200_000:  # bytes
                 files[file.relative_to(folder.parent).as_posix()] = file
     names = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
     return [files[name] for name in names]
 
 
 def read(file):
-    """Yield the pieces of a text file; UserError if it cannot be read."""
+    """Yield the pieces of a text file, each to the end of a line; UserError if it cannot be read."""
     check_regular(file)
     try:
-        with file.open(encoding="utf-8-sig") as lines:
-            yield from json_lines(file, lines) if file.suffix.lower() == ".jsonl" else pages(lines)
+        with file.open(encoding="utf-8-sig") as opened:
+            documents = json_lines(file, opened) if file.suffix.lower() == ".jsonl" else [opened]
+            for document in documents:
+                begins = True
+                while text := document.read(PAGE) + document.readline(PAGE):
+                    yield text, begins
+                    begins = False
     except UnicodeDecodeError:
         raise UserError(f"{file} is not UTF-8 text: convert it") from None
 
 
-def pages(lines):
-    """Yield the pieces of a document, each to the end of a line."""
-    begins = True
-    while text := lines.read(PAGE) + lines.readline(PAGE):
-        yield text, begins
-        begins = False
-
-
 def json_lines(file, lines):
-    """Yield the pieces of a .jsonl file, where each line is a document."""
+    """Yield a .jsonl file's documents, one a line, as open files."""
     for number, line in enumerate(lines, start=1):
         try:
             text = json.loads(line)["text"] if line.strip() else ""
             text = text.encode("utf-8", "replace").decode()  # without lone surrogates
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise UserError(f'{file}:{number}: expected a JSON object with a "text"') from None
-        yield from pages(io.StringIO(text))
+        yield io.StringIO(text)
 
 
 def docstrings(code):
     """The docstrings of Python code, separated by empty lines; "" if it does not parse."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about escapes in others' code
+        with warnings.catch_warnings(action="ignore"):  # about escapes in others' code
             tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ""
@@ -199,10 +193,13 @@ def stamps_of(source):
 def open_data(settings, is_new):
     """The data set of a run; the default one is made if missing. A new run's source may not have changed."""
     folder = Path(settings.data or default_folder(settings.source, settings.tokenizer))
-    with first_process_first():
-        if settings.data is None and not folder.exists():
-            say(f"preparing {folder}, once")
-            prepare(Settings(source=settings.source, tokenizer=settings.tokenizer))
+    if rank() > 0:
+        gathered()  # waits for the first process
+    if settings.data is None and not folder.exists():
+        say(f"preparing {folder}, once")
+        prepare(Settings(source=settings.source, tokenizer=settings.tokenizer))
+    if rank() == 0:
+        gathered()
     tokens = TokenData(folder, settings.bos_first)
     if is_new and settings.data is None and tokens.meta.files != stamps_of(tokens.meta.source):
         ways = f"remove it to prepare it anew, or read it as it is with --data {folder}"
@@ -225,17 +222,14 @@ def prepare(settings: Settings):
     if tokenizer.bos is None:
         print(f"{settings.tokenizer} has neither BOS nor EOS: nothing separates documents")
     with atomic_folder(out) as folder:
-        meta = {
-            "source": settings.source,
-            "files": stamps_of(settings.source),
-            "tokenizer": settings.tokenizer,
-        }
+        meta = {"source": settings.source, "tokenizer": settings.tokenizer}
+        meta["files"] = stamps_of(settings.source)  # before they are read
         meta |= write_tokens(folder, pieces(places), tokenizer, settings.held_out)
         tokenizer.save(folder)
         (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     print(f"{out}: {meta['bytes']:,} bytes in {meta['documents']:,} documents, {meta['held_out']} held out")
-    sizes = meta["tokens"]
-    print(f"{sizes['train']:,} training and {sizes['val']:,} validation tokens of {meta['vocab_size']:,}")
+    train, val = meta["tokens"].values()
+    print(f"{train:,} training and {val:,} validation tokens of {meta['vocab_size']:,}")
     return out
 
 
@@ -265,17 +259,17 @@ def write_tokens(folder, source, tokenizer, share):
         raise UserError("no text: the source is empty")
     held_out, spans = held_out_spans(np.array(starts, np.int64), num_tokens, share)
     fingerprint.update(spans.tobytes())
-    sizes = split_tokens(folder, dtype, spans)
-    return {
-        "bytes": num_bytes,
-        "documents": len(starts),
-        "tokens": sizes,
-        "tokenizer_file": tokenizer.file,
-        "vocab_size": tokenizer.vocab_size,
-        "dtype": dtype.name,
-        "fingerprint": fingerprint.hexdigest(),
-        "held_out": held_out,
-    }
+    parts = np.split(np.memmap(folder / "all.bin", dtype, "r"), spans.flatten())  # train, val, train, ...
+    sizes = {}
+    for split, of_split in (("train", parts[0::2]), ("val", parts[1::2])):
+        with (folder / f"{split}.bin").open("wb") as file:
+            for part in of_split:
+                part.tofile(file)
+        sizes[split] = sum(map(len, of_split))
+    (folder / "all.bin").unlink()
+    meta = {"bytes": num_bytes, "documents": len(starts), "tokens": sizes, "held_out": held_out}
+    meta |= {"tokenizer_file": tokenizer.file, "vocab_size": tokenizer.vocab_size, "dtype": dtype.name}
+    return meta | {"fingerprint": fingerprint.hexdigest()}
 
 
 def held_out_spans(starts, num_tokens, share):
@@ -287,28 +281,12 @@ def held_out_spans(starts, num_tokens, share):
         chosen = spans[((np.arange(count) + 0.5) * len(spans) / count).astype(int)]
         if budget / 2 <= np.diff(chosen).sum() <= budget:
             return f"{count:,} of them", chosen
-    count = max(1, budget // WINDOW)
+    count = max(1, budget // 1024)  # windows of up to 2,047 tokens
     size = budget // count
     margin = (num_tokens // count - size) // 2
     starts = np.arange(count) * num_tokens // count + margin
     words = f"{count:,} windows of them" if count > 1 else "a window of them"
     return words, np.stack([starts, starts + size], axis=1)
-
-
-def split_tokens(folder, dtype, spans):
-    """Split all.bin into train.bin and val.bin (the spans); returns their sizes in tokens."""
-    path = folder / "all.bin"
-    tokens = np.memmap(path, dtype, "r")
-    with (folder / "train.bin").open("wb") as train, (folder / "val.bin").open("wb") as val:
-        place = 0
-        for start, end in spans:
-            tokens[place:start].tofile(train)
-            tokens[start:end].tofile(val)
-            place = end
-        tokens[place:].tofile(train)
-    path.unlink()
-    num_held_out = int(np.diff(spans).sum())
-    return {"train": len(tokens) - num_held_out, "val": num_held_out}
 
 
 @dataclass(frozen=True)
@@ -335,11 +313,9 @@ class TokenData:
         self.folder = Path(folder)
         path = self.folder / "meta.json"
         if not path.exists():
-            remedy = "prepare one with python -m sources.data SOURCE --out FOLDER"
-            raise UserError(f"no data set in {folder}: {remedy}")
+            raise UserError(f"no data set in {folder}: try python -m sources.data SOURCE --out {folder}")
         self.meta = from_values(Meta, read_json(path), f"{path}, to be prepared anew")
         self.vocab_size = self.meta.vocab_size
-        self.tokenizer_file = self.folder / self.meta.tokenizer_file
         self.tokens = {}  # of each split, memory-mapped
         for split in ("train", "val"):
             path = self.folder / f"{split}.bin"
@@ -348,6 +324,7 @@ class TokenData:
             if count < 1 or size != count * np.dtype(self.meta.dtype).itemsize:
                 raise UserError(f"{path} has {size} bytes, not {count} tokens: prepare the data set anew")
             self.tokens[split] = np.memmap(path, self.meta.dtype, "r")
+        self.tokenizer_file = self.folder / self.meta.tokenizer_file
         self.tokenizer = load_tokenizer(str(self.tokenizer_file))  # that made the data set
         self.first_token = self.tokenizer.bos if bos_first else None  # of every window; None: its own
         if bos_first and self.first_token is None:
@@ -363,8 +340,7 @@ class TokenData:
 
     def windows(self, split, numbers, T):
         """Windows, T apart, as inputs and targets, (n, T) int64 each; targets are one token ahead."""
-        starts = T * np.array(numbers)[:, None]
-        places = starts + np.arange(T + 1)  # (n, T + 1)
+        places = T * np.array(numbers)[:, None] + np.arange(T + 1)  # (n, T + 1)
         window = torch.from_numpy(self.tokens[split][places].astype(np.int64))
         if window.max() >= self.vocab_size:
             raise UserError(f"{self.folder} holds a token {window.max()}: prepare the data set anew")
@@ -382,7 +358,7 @@ class TokenData:
         """Up to `count` validation windows, evenly spaced, always the same."""
         size = self.num_windows("val", T)
         numbers = np.linspace(0, size - 1, min(count, size)).astype(int)
-        return self.windows("val", np.unique(numbers), T)
+        return self.windows("val", numbers, T)
 
 
 @functools.lru_cache(maxsize=2)  # a batch spans at most two epochs

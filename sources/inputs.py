@@ -14,8 +14,6 @@ from lib.settings import RunSettings, UserError, at_least
 from sources.data import TokenData, pieces, places_of, read
 from sources.tokenizers import load_tokenizer
 
-SOURCE_CHARACTERS = 2**19  # that are read from a source of sources.data
-
 
 @dataclass
 class TextSettings(RunSettings):
@@ -37,10 +35,11 @@ def text_of(settings: TextSettings, spec):
 
 def bos_of(settings: TextSettings, spec):
     """The BOS in front of what a spec's model reads, or None; random tokens have none."""
+    text = text_of(settings, spec)
     file = settings.tokenizer or spec.tokenizer_file
-    if file is None or settings.bos == "never":
+    if settings.bos == "never" or (file is None and not isdir(text)):
         return None
-    tokenizer = load_tokenizer(str(file))
+    tokenizer = load_tokenizer(str(file)) if file else TokenData(text).tokenizer
     if settings.bos == "auto" and not spec.begins_with_bos(tokenizer):
         return None
     if tokenizer.bos is None:
@@ -76,9 +75,8 @@ def read_tokens(settings: TextSettings, spec, T):
     if len(tokens) < count:
         found = f"{text} has {len(tokens)} sequences of {T} tokens, not --num-sequences {count}"
         raise UserError(f"{found}: use a longer text or a shorter --sequence-length")
-    known = spec.config.vocab_size
-    if tokens.max() >= known:
-        said = f"the text has token {tokens.max()}, but {spec.label} has only {known}"
+    if tokens.max() >= spec.config.vocab_size:
+        said = f"the text has token {tokens.max()}, but {spec.label} has only {spec.config.vocab_size}"
         raise UserError(f"{said}: is this its --tokenizer?")
     return tokens.to(settings.device)
 
@@ -89,7 +87,7 @@ def encode(text, tokenizer):
     if isfile(text):
         documents, most = read(Path(text)), math.inf
     else:
-        documents, most = pieces(places_of((text,))), SOURCE_CHARACTERS
+        documents, most = pieces(places_of((text,))), 2**19  # characters
     content = ""
     for piece, begins in documents:
         if begins and content:
@@ -104,7 +102,5 @@ def encode(text, tokenizer):
 def check_tokenizer(spec, data) -> None:
     """UserError if a checkpoint has a tokenizer, and the data set was made with another."""
     path = spec.tokenizer_file
-    if path is None:
-        return
-    if load_tokenizer(str(path)).content != data.tokenizer_file.read_bytes():
+    if path is not None and load_tokenizer(str(path)).content != data.tokenizer.content:
         raise UserError(f"{data.folder} was made with another tokenizer than {path}")

@@ -1,8 +1,9 @@
-"""A run folder: what a run begins and resumes with, and how the folder stays whole."""
+"""What a run begins and resumes with, what it agrees on and hears, and how its folder stays whole."""
 
 import contextlib
 import fcntl
 import json
+import signal
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from init import newborn
 from lib import runtime
 from lib.figures import curves
-from lib.files import as_user_error, atomic_file, atomic_folder, read_json, remove
+from lib.files import as_user_error, atomic_file, atomic_folder, check_regular, read_json, remove
 from lib.results import HUB_COMMITS, commit
 from lib.settings import UserError, from_values, rank, say
 from model import PRESETS
@@ -65,7 +66,7 @@ class Run:
 
     def rows(self, settings, step, tokens):
         """The log up to the row of a step; of a new run, a row that says what made it."""
-        if step > 0 or self.has_begun():
+        if self.has_begun():
             return [row for row in read_rows(self.log) if row["step"] <= step] or [{"step": step}]
         birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "hub": HUB_COMMITS}
         birth |= {"threads": torch.get_num_threads(), "processes": runtime.world_size()}
@@ -97,7 +98,8 @@ class Run:
             save_file(moments, new / OPTIMIZER, {"data": tokens.meta.fingerprint})
         for folder in checkpoint.steps(self.folder)[:-2]:
             before = int(folder.name.removeprefix("step_"))
-            if keep == "all" or before == 0 or (keep == "powers" and is_power_of_two(before)):
+            is_power = before & (before - 1) == 0  # of two, or 0
+            if keep == "all" or before == 0 or (keep == "powers" and is_power):
                 remove(folder / OPTIMIZER)
             else:
                 remove(folder)
@@ -106,6 +108,7 @@ class Run:
         """The model of the newest step, and the step; UserError if it was trained on other data."""
         folder = checkpoint.steps(self.folder)[-1]
         path = folder / OPTIMIZER
+        check_regular(path)
         with as_user_error(path), safe_open(path, "pt") as moments:
             if moments.metadata()["data"] != tokens.meta.fingerprint:
                 raise UserError(f"{tokens.folder} is not the data set that {self.folder} was started with")
@@ -131,6 +134,29 @@ class Run:
         if points:
             options = {"x": "step", "y": "loss", "series": "split", "style": ".-"}
             curves(points, self.folder / "loss.png", "Does the loss fall?", ylabel="nats/token", **options)
+
+
+def check_agreement(facts) -> None:
+    """UserError unless all ranks have the same `facts`, a dictionary."""
+    first, *others = runtime.gathered(facts)
+    for number, theirs in enumerate(others, start=1):
+        for name in first:
+            if theirs[name] != first[name]:
+                differ = f"rank 0 has {name} {first[name]}, rank {number} {theirs[name]}"
+                raise UserError(f"{differ}: give all machines the same code, data, settings and run folder")
+
+
+@contextlib.contextmanager
+def listening_for_signals():
+    """A context whose list collects SIGTERM, SIGINT and SIGUSR1, which then do not end the process."""
+    received = []
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(numbers, before):
+            signal.signal(number, handler)
 
 
 def completed(settings, defaults):
@@ -203,11 +229,6 @@ def new_model(settings, config, tokens):
         sizes = f"{tokens.vocab_size} tokens, the model {model.config.vocab_size}"
         raise UserError(f"{tokens.folder} has {sizes}: use another --tokenizer")
     return model
-
-
-def is_power_of_two(step):
-    """Whether a step is 0, 1, 2, 4, 8, ..."""
-    return step & (step - 1) == 0
 
 
 def read_rows(path):

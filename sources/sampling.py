@@ -26,16 +26,13 @@ class SampleSettings:
 
 
 @torch.no_grad()
-def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, top_k=None, signals=()):
+def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, top_k=None):
     """The text, up to `count` tokens, that a model writes after BOS (or token 0) and a prompt."""
     vocab_size = min(tokenizer.vocab_size, model.config.vocab_size)  # either may have more
     (prompt_tokens,) = tokenizer.encode([prompt])
-    device = model.model.norm.weight.device
-    tokens = torch.tensor([[tokenizer.bos or 0, *prompt_tokens]], device=device)  # (1, T)
+    tokens = torch.tensor([[tokenizer.bos or 0, *prompt_tokens]], device=model.device)  # (1, T)
     start = tokens.shape[1]
     for _ in runtime.progress(range(count), desc="writing", unit=" tokens", leave=False):
-        if signals:  # a signal to stop has come
-            break
         state = model.hidden(tokens[:, -model.config.context_length :], last_only=True)  # (1, d)
         logits = model.unembed(state)[0, :vocab_size].float().cpu()
         likeliest = logits.topk(vocab_size if top_k is None else min(top_k, vocab_size))  # sorted
@@ -45,7 +42,7 @@ def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, 
         token = likeliest.indices[choice]  # (1,)
         if token.item() in tokenizer.ends:
             break
-        tokens = torch.cat((tokens, token[None].to(device)), dim=1)
+        tokens = torch.cat((tokens, token[None].to(model.device)), dim=1)
     return tokenizer.decode(tokens[0, start:].tolist())
 
 

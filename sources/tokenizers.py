@@ -19,7 +19,7 @@ import tiktoken
 import tokenizers
 from tokenizers import decoders, models, normalizers
 
-from lib.files import as_user_error, read_bytes, read_json
+from lib.files import as_user_error, check_regular, read_json
 from lib.settings import UserError
 from sources.checkpoint import parse_spec
 
@@ -67,19 +67,14 @@ class Tokenizer:
             config["auto_map"] = {"AutoTokenizer": [None, None]}
         if self.bos is not None:
             config["bos_token"] = self.text(self.bos)
-        if self.ends:
             config["eos_token"] = self.text(self.bos if self.eos is None else self.eos)
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
 def load_tokenizer(name, texts=()):
     """The tokenizer of a name, `bpe:N` trained on `texts`; UserError for an unknown name."""
-    if Path(name).name == "tokenizer.txt":
-        name = read_bytes(Path(name)).decode(errors="replace")
-    if name == "bytes":
-        return bytes_tokenizer()
-    if name.startswith("tiktoken:"):
-        return tiktoken_tokenizer(name)
+    if name == "bytes" or name.startswith("tiktoken:"):
+        return fileless_tokenizer(name)
     if name.startswith("bpe:"):
         return sentencepiece_tokenizer(name, train_bpe(name, texts))
     path = Path(name)
@@ -88,7 +83,10 @@ def load_tokenizer(name, texts=()):
     if path is None or not isfile(path):
         expected = "bpe:N, a .model or tokenizer.json, a model that has one, tiktoken:gpt2 or bytes"
         raise UserError(f"no tokenizer '{name}': expected {expected}")
-    content = read_bytes(path)
+    check_regular(path)
+    content = path.read_bytes()
+    if path.name == "tokenizer.txt":
+        return fileless_tokenizer(content.decode(errors="replace"))
     config = path.with_name("tokenizer_config.json")
     rules = read_json(config) if config.exists() else {}
     if path.suffix == ".json":
@@ -96,20 +94,20 @@ def load_tokenizer(name, texts=()):
     return sentencepiece_tokenizer(name, content, rules.get("add_bos_token", True))
 
 
-def bytes_tokenizer():
-    """A tokenizer of UTF-8 bytes, with BOS 256."""
-
-    def encode(texts):
-        return [list(text.encode()) for text in texts]
-
-    def decode(tokens):
-        return bytes(token for token in tokens if token < 256).decode(errors="replace")
-
-    return Tokenizer(257, 256, None, encode, decode, "tokenizer.txt", b"bytes")
+def encode_bytes(texts):
+    """The UTF-8 bytes of each text."""
+    return [list(text.encode()) for text in texts]
 
 
-def tiktoken_tokenizer(name):
-    """A tokenizer of tiktoken, which downloads it once."""
+def decode_bytes(tokens):
+    """The text of bytes, without BOS."""
+    return bytes(token for token in tokens if token < 256).decode(errors="replace")
+
+
+def fileless_tokenizer(name):
+    """The tokenizer of UTF-8 bytes, with BOS 256, or one of tiktoken, which downloads it once."""
+    if name == "bytes":
+        return Tokenizer(257, 256, None, encode_bytes, decode_bytes, "tokenizer.txt", b"bytes")
     try:
         coder = tiktoken.get_encoding(name.removeprefix("tiktoken:"))
     except Exception as error:  # whatever the network library raises
@@ -117,15 +115,11 @@ def tiktoken_tokenizer(name):
         raise UserError(f"no {name} here: {hint}, or use bpe:N ({error!r})") from None
     encode = coder.encode_ordinary_batch
     eot = coder.eot_token
-    encoded = name.encode()
-    return Tokenizer(coder.n_vocab, eot, eot, encode, coder.decode, "tokenizer.txt", encoded)
+    return Tokenizer(coder.n_vocab, eot, eot, encode, coder.decode, "tokenizer.txt", name.encode())
 
 
 def json_tokenizer(path, content, rules):
-    """The tokenizer of a tokenizer.json's bytes; `rules` are those of the tokenizer_config.json beside it.
-
-    BOS is added if the file itself adds it, as in transformers, or the rules say so.
-    """
+    """The tokenizer of a tokenizer.json's bytes; `rules` are those of the tokenizer_config.json beside it."""
     with as_user_error(path):
         coder = tokenizers.Tokenizer.from_buffer(content)
         coder.no_truncation()
@@ -148,8 +142,8 @@ def json_tokenizer(path, content, rules):
 
     bos, eos = (None if token is None else coder.token_to_id(token) for token in (bos, eos))
     bos = eos if bos is None else bos
-    adds_bos = begins or bool(rules.get("add_bos_token"))
     decode = functools.partial(coder.decode, skip_special_tokens=False)
+    adds_bos = begins or bool(rules.get("add_bos_token"))  # as in transformers
     kept = ("tokenizer.json", content, None, lambda: content, adds_bos)
     return Tokenizer(vocab_size, bos, eos, encode, decode, *kept)
 
@@ -159,34 +153,25 @@ def sentencepiece_tokenizer(name, model, adds_bos=False):
     with as_user_error(name):
         coder = sentencepiece.SentencePieceProcessor(model_proto=model)
     bos, eos = (None if token == -1 else token for token in (coder.bos_id(), coder.eos_id()))
-    return Tokenizer(
-        vocab_size=coder.vocab_size(),
-        bos=eos if bos is None else bos,
-        eos=eos,
-        encode=coder.encode,
-        decode=coder.decode,
-        file="tokenizer.model",
-        content=model,
-        piece=coder.id_to_piece,
-        for_transformers=functools.cache(lambda: tokenizer_json(coder)),
-        adds_bos=adds_bos,
-    )
+    bos = eos if bos is None else bos
+    for_transformers = functools.cache(lambda: tokenizer_json(coder))
+    kept = ("tokenizer.model", model, coder.id_to_piece, for_transformers, adds_bos)
+    return Tokenizer(coder.vocab_size(), bos, eos, coder.encode, coder.decode, *kept)
 
 
 def tokenizer_json(coder):
     """The bytes of a tokenizer.json for a SentencePiece BPE like bpe:N; None if that cuts differently."""
     pieces = coder.id_to_piece(list(range(coder.vocab_size())))
     numbers = {piece: number for number, piece in enumerate(pieces)}
-    merges = []
-    for piece, number in numbers.items():
+    merges = []  # the best pair first, which `tokenizers` merges first
+    for number in sorted(numbers.values(), key=coder.get_score, reverse=True):
+        piece = pieces[number]
         if coder.is_control(number) or coder.is_unknown(number) or coder.is_byte(number):
             continue
         for i in range(1, len(piece)):
             if piece[:i] in numbers and piece[i:] in numbers:
-                merges.append((-coder.get_score(number), piece[:i], piece[i:]))
-    merges.sort(key=lambda merge: merge[0])  # `tokenizers` merges the first pair, not the best
-    unknown = pieces[coder.unk_id()]
-    model = models.BPE(numbers, [merge[1:] for merge in merges], unk_token=unknown, byte_fallback=True)
+                merges.append((piece[:i], piece[i:]))
+    model = models.BPE(numbers, merges, unk_token=pieces[coder.unk_id()], byte_fallback=True)
     fast = tokenizers.Tokenizer(model)
     fast.normalizer = normalizers.Replace(" ", BLANK)
     fast.decoder = decoders.Sequence([decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse()])
@@ -223,9 +208,6 @@ def train_bpe(name, texts, sample=400_000):
             minloglevel=2,
         )
     except (RuntimeError, OSError, ValueError, OverflowError) as error:
-        largest = str(error).partition("to a value <= ")[2].rstrip(".")
-        if largest:
-            raise UserError(f"use --tokenizer bpe:{largest} or bytes: {name} needs more text") from None
         reason = str(error).split("] ")[-1] or "its N is too small, or the source empty"
-        raise UserError(f"cannot train {name} (bpe:N, N tokens) on this source: {reason}") from None
+        raise UserError(f"cannot train {name} (bpe:N, N tokens; or use bytes) here: {reason}") from None
     return model.getvalue()

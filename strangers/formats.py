@@ -7,6 +7,7 @@ is a table of names before the numbers, and of a pickle `weights_only` allows te
 
 import argparse
 import functools
+import hashlib
 import json
 import math
 import re
@@ -22,7 +23,7 @@ import sentencepiece
 import torch
 
 from init import birth_value
-from lib.files import GIT_LFS, as_user_error, check_regular, read_bytes, read_json, sha256
+from lib.files import GIT_LFS, as_user_error, check_regular, read_json
 from lib.settings import UserError, from_values, rank
 from model import ModelConfig, Transformer
 from sources.checkpoint import KEYS, config_of, finite, is_ours
@@ -87,6 +88,19 @@ def beginning(path):
     ranges.need(Path(path), 0, 64)
     with open(path, "rb") as file:
         return file.read(64).decode("latin-1")
+
+
+def read_bytes(path):
+    """The bytes of a regular file."""
+    check_regular(path)
+    return path.read_bytes()
+
+
+def sha256(path):
+    """The SHA-256 of a regular file, in hexadecimal."""
+    check_regular(path)
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def is_gguf(place):
@@ -416,7 +430,8 @@ def open_spec(spec, any_architecture=False):
     """The CheckpointReader of a model by name; UserError if it is not model.py's, unless any is allowed."""
     if spec.preset:
         return Newborn(spec.own_config, spec.seed, spec.embedding_seed, spec.scheme)
-    return open_checkpoint(spec.folder if any_architecture else spec.place, any_architecture)
+    place = spec.folder if any_architecture or spec.is_ours else spec.place
+    return open_checkpoint(place, any_architecture)
 
 
 def open_checkpoint(place, any_architecture=False):

@@ -131,9 +131,6 @@ class Lens:
             total += losses.sum(dtype=torch.float64).cpu()
         return total
 
-    def calibrated(self, layer, heads, k):
-        return heads
-
     @contextlib.contextmanager
     def hidden_units(self, on_units):
         """Within this context `on_units(layer, units, first)` sees, and may replace, units (B, T, F).

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import re
 from dataclasses import replace
-from os.path import exists
+from os.path import exists, isfile
 from pathlib import Path
 
 import torch
@@ -24,7 +24,6 @@ class Stranger(Spec):
     """A model that transformers runs, by the folder or file of its weights."""
 
     is_ours = False
-    tokenizer_files = ("tokenizer.json", "tokenizer.model")  # as transformers takes them
 
     @functools.cached_property
     def place(self):
@@ -46,6 +45,13 @@ class Stranger(Spec):
     def own_config(self):
         """The ModelConfig, if model.py can be this model."""
         return formats.config_from_hf(formats.raw_config(self.place), self.place)
+
+    @functools.cached_property
+    def tokenizer_file(self):
+        """The file of its tokenizer that transformers takes; None if we can read none."""
+        folder = formats.folder_of(self.place)
+        names = ("tokenizer.json", "tokenizer.model")
+        return next((folder / name for name in names if isfile(folder / name)), None)
 
     def begins_with_bos(self, tokenizer):
         """Whether the tokenizer's own rule puts BOS in front."""

@@ -127,6 +127,7 @@ def test_foreign_and_wrong_configurations(tmp_path, changes, word):
         ("num_hidden_layers", 10**9, "too few"),
         ("max_position_embeddings", None, "max_position_embeddings"),
         ("model_type", None, "model_type"),
+        ("model_type", "gpt_neox", "gpt_neox"),
         ("num_key_value_heads", "2", r"Expected `int.*\$\.num_kv_heads`"),
         ("hidden_size", 64, "is missing or unknown"),
         ("rope_parameters", 3, "TypeError"),

@@ -12,6 +12,7 @@ from conftest import normal
 import probe as cosines
 from lib.settings import UserError
 from probe import CosineStatistics
+from reproduce.mechanisms import pairwise_cosine
 
 
 def statistics_of(states: torch.Tensor, batch_size: int = 1000) -> CosineStatistics:
@@ -34,7 +35,7 @@ def test_cosine_statistics_equal_a_loop_over_pairs(n, d, shift):
     assert row["std_cosine"] == pytest.approx(np.std(pairs), abs=1e-6)  # a difference's root: half the digits
     torch.testing.assert_close(statistics.direction(), F.normalize(states.double()).mean(0))
     # batches are sums in another order, of which the std keeps half the digits
-    assert cosines.pairwise_cosine(states) == pytest.approx(row, abs=1e-6)
+    assert pairwise_cosine(states) == pytest.approx(row, abs=1e-6)
 
 
 def test_lengths_play_no_part():

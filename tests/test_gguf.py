@@ -1,4 +1,4 @@
-"""strangers/gguf.py and tokenizer.json beside `transformers` and `tokenizers`; strangers' files are refused."""
+"""strangers/gguf.py and tokenizer.json beside `transformers` and `tokenizers`; what is refused of files."""
 
 import importlib.util
 import json

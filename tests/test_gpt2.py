@@ -63,7 +63,6 @@ SCRIPTS = [  # what is asked, and the JSON that answers
 
 def test_every_script_on_what_the_hub_serves(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sources.inputs.SOURCE_CHARACTERS", 20_000)
     gpt2(tmp_path / "a")
     files, _ = repositories(tmp_path / "others")
     files["org/gpt2"] = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from architectures import TINY, build, errors_of
 from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
 from transformers import DynamicCache, WhisperConfig
@@ -12,7 +13,6 @@ from transformers import DynamicCache, WhisperConfig
 from lib.settings import UserError
 from measure.attention import constants_at, save_constants
 from measure.units import observe, zero_units
-from reproduce.architectures import TINY, build, errors_of
 from reproduce.uses import rounded_inputs
 from sources import checkpoint
 from strangers import check as checks

@@ -12,6 +12,7 @@ import torch
 from conftest import assert_refused, run_here, run_script
 
 import init
+from lib.random import random_tokens
 from lineage import disguise, match, matching, views
 from lineage.disguise import disguised
 from lineage.layout import find_stacks
@@ -21,7 +22,6 @@ from lineage.views import RIDGE, Units, hidden_units
 from model import PRESETS, ModelConfig
 from reproduce.robustness import cut, noised, of_matrices, pruned, rounded
 from sources import checkpoint
-from lib.random import random_tokens
 from strangers import formats
 from strangers.formats import Newborn, token_ids
 

@@ -1,7 +1,6 @@
 """python -m reproduce: what it makes, keeps and reports; every command is one that its script knows."""
 
 import importlib
-import json
 import re
 import shlex
 import signal
@@ -98,29 +97,6 @@ def test_what_is_missing_is_made_and_what_is_named_again(few, asked):
     asked.clear()
     main.reproduce(replace(few, again=("deep/probe",)))
     assert [words[0] for words in asked] == ["probe.py"]
-
-
-def test_results_of_other_code_are_told(few, asked, tmp_path, monkeypatch, capsys):
-    """By git, in a project of two commits: the second changes a .py file; a third place has no git."""
-    project = tmp_path / "project"
-    project.mkdir()
-    monkeypatch.setattr(main, "ROOT", project)
-    git = ["git", "-C", str(project), "-c", "user.name=x", "-c", "user.email=x@example.org"]
-    commits = []
-    for number in range(2):
-        (project / "probe.py").write_text(f"{number}\n")
-        for words in (["init", "-q"], ["add", "probe.py"], ["commit", "-qm", "x"]):
-            subprocess.run([*git, *words], check=True)
-        commits.append(subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip())
-    path = Path(few.out, "deep/probe.json")
-    path.parent.mkdir(parents=True)
-    told = []
-    for commit in (commits[0], commits[1], f"{commits[0]}-dirty", "0" * 40, None):
-        path.write_text(json.dumps({"environment": {"commit": commit}}))
-        main.reproduce(few)
-        told.append("of other code than" in capsys.readouterr().out)
-    assert told == [True, False, True, False, False]
-    assert read_json(path) == {"environment": {"commit": None}}  # nothing is written
 
 
 @pytest.mark.parametrize("name", TINY)

@@ -12,6 +12,7 @@ import torch
 
 from lib import runtime
 from lib.settings import RunSettings, UserError
+from sources import runs
 
 
 def test_device_and_dtype(tmp_path, monkeypatch):
@@ -64,7 +65,7 @@ def test_a_mistake_of_any_rank_is_every_ranks(monkeypatch):
     """Here is rank 0 of two, which has made none."""
     monkeypatch.setattr(runtime, "gathered", lambda facts: [facts, facts, facts | {"torch": "2.0"}])
     with pytest.raises(UserError, match="rank 0 has torch 2.11, rank 2 2.0"):
-        runtime.check_agreement({"step": 3, "torch": "2.11"})
+        runs.check_agreement({"step": 3, "torch": "2.11"})
 
 
 def test_tools_that_are_imported_hide_no_gpu(monkeypatch):

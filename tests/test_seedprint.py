@@ -13,13 +13,13 @@ from conftest import assert_refused, random_model, run_here
 
 import init
 from lib.files import read_json
+from lib.random import random_tokens, random_vectors
 from lineage import births, disguise
 from lineage.family import kinship
 from model import ModelConfig
 from reproduce.robustness import noised
 from seedprint import kendall, paper_test
 from sources import checkpoint
-from lib.random import random_tokens, random_vectors
 from strangers.formats import Newborn
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)

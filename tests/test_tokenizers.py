@@ -50,7 +50,7 @@ def test_a_sentencepiece_file_of_another_kind(tmp_path):
 
 
 def test_a_folder_means_its_models_own(tmp_path):
-    """Ours has SentencePiece's file first, a stranger's what transformers takes; a run means its newest step."""
+    """Of ours SentencePiece's file, of a stranger what transformers takes; a run means its newest step."""
     ours, theirs = load_tokenizer("bpe:500", TEXTS), load_tokenizer("bpe:400", TEXTS)
     folder = tmp_path / "run" / "step_0000003"
     checkpoint.save(folder, init.newborn("backcopy", 1), ours)
@@ -61,6 +61,8 @@ def test_a_folder_means_its_models_own(tmp_path):
     assert load_tokenizer(str(folder)).vocab_size == 500
     (folder / "config.json").write_text('{"model_type": "mistral"}')
     assert load_tokenizer(str(folder)).vocab_size == 400
+    checkpoint.save(tmp_path / "bytes", init.newborn("backcopy", 1), load_tokenizer("bytes"))
+    assert load_tokenizer(str(tmp_path / "bytes")).encode(["é"]) == [[0xC3, 0xA9]]
     (tmp_path / "none").mkdir()
     for name in ("none", "tokenizer.jason"):
         with pytest.raises(UserError, match="no tokenizer"):
@@ -73,7 +75,7 @@ def test_numbers_that_no_token_has_count(tmp_path):
 
 
 def test_a_text_too_small_for_the_default_is_told_what_suffices():
-    with pytest.raises(UserError, match=r"use --tokenizer bpe:\d+ or bytes"):
+    with pytest.raises(UserError, match=r"use bytes.* set it to a value <= \d+"):
         train_bpe("bpe:4096", ["A document says a short thing.\n"] * 18)
 
 

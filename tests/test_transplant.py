@@ -12,6 +12,7 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
+from architectures import build
 from conftest import KINDS, ROOT, assert_refused, random_model, run_here
 from safetensors import safe_open
 from test_attention import explicit, mean_of_queries
@@ -21,8 +22,7 @@ import sinks
 from lib.random import random_tokens
 from measure import attention
 from measure.units import Activity, observe, zero_units
-from reproduce.architectures import build
-from reproduce.interventions import cases_and_controls
+from reproduce.interventions import cases_and_controls, num_needed
 from reproduce.uses import rounded_inputs
 from sinks import TransplantSettings, alpha_and_loss, effects, transplants
 from sources import checkpoint
@@ -50,7 +50,7 @@ def test_constants_in_some_layers():
     model = random_model(KINDS["llama"])
     tokens = random_tokens(0, range(2), 12, 97)
     constants = attention.constants_at(model, tokens)
-    changed = attention.with_constants(model, constants, layers=[2])
+    changed = attention.with_constants(model, {2: constants[2]})
     seen, seen_there = {}, {}
     with torch.inference_mode():
         model.hidden(tokens, on_state=seen.__setitem__)
@@ -93,7 +93,7 @@ def test_effects_against_a_plain_recomputation():
         whole = model(tokens)
         model.hidden(tokens, on_state=lambda layer, x: states.append(x.numpy()))
     for before in (0, 1):
-        row, largest = effects(model, tokens, builder, before)
+        row, largest, _ = effects(model, tokens, builder, before)
         logits = whole[:, before:-1].flatten(0, 1)
         losses = F.cross_entropy(logits, tokens[:, before + 1 :].flatten(), reduction="none").view(5, -1)
         assert losses.shape[1] == 13 - before
@@ -107,7 +107,7 @@ def test_effects_against_a_plain_recomputation():
         assert row["disparity"] == pytest.approx((first.max(2) / first.mean(2)).mean(1).max(), rel=1e-5)
         assert row["builder_activation"] == pytest.approx(units[2][:, 0, 7].abs().mean().item(), rel=1e-5)
         assert row["constant_alpha"] == 0
-    short, _ = effects(model, tokens[:, :8], builder, 0)
+    short, *_ = effects(model, tokens[:, :8], builder, 0)
     assert short["loss_from_ninth"] is None
 
 
@@ -139,11 +139,11 @@ def test_rows_are_what_their_kinds_say(tmp_path):
     other_heads = attention.with_constants(model, turned)
     models = {"moved": changed, "unchanged": model, "constants of other heads": other_heads}
     for kind, measured in models.items():
-        expected, _ = effects(measured, tokens, builder, 0)
+        expected, *_ = effects(measured, tokens, builder, 0)
         assert rows[kind, 12].items() >= expected.items()
-    needed = activity.num_needed(activity.layer, 0.99)
+    needed = num_needed(activity, activity.layer, 0.99)
     with model.hidden_units(zero_units(activity.builders(activity.layer, needed))):
-        expected, _ = effects(model, tokens, builder, 0)
+        expected, *_ = effects(model, tokens, builder, 0)
     assert rows["builders of 99 % at zero", 12].items() >= expected.items()
     front = [row for (kind, T), row in rows.items() if kind.startswith("token in front") and T == 12]
     assert len(front) == 3 and all(row["constant_alpha"] == 0 for row in front)
@@ -167,7 +167,7 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
         ("unchanged", model, tokens, 1),
         ("moved", of_bos, text, 0),
     ):
-        expected, _ = effects(measured, reading, builder, before)
+        expected, *_ = effects(measured, reading, builder, before)
         assert {name: rows[kind][name] for name in expected} == pytest.approx(expected, rel=1e-5)  # float32
     first = mean_of_queries(explicit(model, tokens), 1)
     as_it_is, _, to_constant = [torch.tensor(heads["alpha"]) for heads in lists["heads"]]  # (L, H) each
@@ -202,7 +202,6 @@ def test_constants_are_kept_in_a_file(tmp_path, monkeypatch):
 def test_lines_of_the_docs_use_the_file(model_type, tmp_path, monkeypatch):
     """docs/sinks.md's lines, as they stand: plain transformers has our attention and loss, and writes on."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sources.inputs.SOURCE_CHARACTERS", 20_000)
     theirs = build(model_type)
     theirs.config.sliding_window = 64  # more than is read
     theirs.save_pretrained("model")
@@ -230,7 +229,7 @@ def test_lines_of_the_docs_use_the_file(model_type, tmp_path, monkeypatch):
     weights = torch.stack(output.attentions, dim=1).sum(3)  # (1, L, H, 1 + T)
     expected = weights[..., [0, 2]] / torch.tensor([40, 39])  # queries that see them
     torch.testing.assert_close(alpha, expected, rtol=0, atol=1e-5)  # float32 sums in another order
-    assert output.loss.item() == pytest.approx(alpha_and_loss(lens, tokens)[2]["loss"], rel=1e-5)
+    assert output.loss.item() == pytest.approx(alpha_and_loss(lens, tokens)[1]["loss"], rel=1e-5)
     for _ in range(20):
         following = lens.unembed(lens.hidden(tokens, last_only=True)).argmax(1)
         tokens = torch.cat((tokens, following[None]), dim=1)

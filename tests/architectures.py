@@ -1,18 +1,21 @@
 """Which architectures does the lens read? Every causal language model of `transformers`, tiny. (ours)
 
-    python -m reproduce.architectures                 # writes docs/architectures.md: five minutes
-    python -m reproduce.architectures llama gpt2      # prints what is found of these, and writes nothing
+    python tests/architectures.py                 # writes docs/architectures.md: five minutes
+    python tests/architectures.py llama gpt2      # prints what is found of these, and writes nothing
 
 A model of each type is built with random weights, and read through `strangers/lens.py`. At 24 positions,
-beyond its window of 8, it is compared with itself as it is: each head's mean attention with its own eager weights,
-states with its `hidden_states`, and a neuron at zero with the model whose weights of that unit are zero.
+beyond its window of 8, it is compared with itself as it is: each head's mean attention with its own eager
+weights, states with its `hidden_states`, a neuron at zero with the model whose weights of that unit are zero.
 At 7 positions a constant that is position 1's own key and value has to receive what position 1 receives.
 """
 
 import contextlib
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import transformers
