@@ -5,14 +5,12 @@
     torchrun --nproc-per-node 2 contraction.py cure --seed {0..99}
 
 `layers` shows that MLPs begin the contraction; it reads Gaussian vectors with the standard deviation of
-embeddings, 0.02 (BB 4.1). `cure` initializes models that do not contract. Eight more experiments:
+embeddings, 0.02 (BB 4.1). `cure` tries models that do not contract. Eight more experiments:
 reproduce/mechanisms.py.
 """
 
 from dataclasses import dataclass, replace
 from typing import Literal
-
-import torch
 
 from init import SCHEMES, newborn, variant
 from lib.figures import curves
@@ -46,7 +44,7 @@ class NewbornExperiment(Experiment):
         """Begin with the user's sequence lengths, or else `lengths`; UserError for a trained model."""
         for model in settings.model:
             check_choice(model.partition("@")[0], PRESETS, "preset")
-        self.specs = specs_of(settings.model, settings.seed, 0, settings.init)
+        self.specs = specs_of(settings.model, settings.seed, embedding_seed=0, scheme=settings.init)
         context = shortest_context(self.specs)
         check_lengths(settings.sequence_length or (), context)
         self.lengths = settings.sequence_length or [T for T in lengths if T <= context] or [context]
@@ -60,7 +58,7 @@ class NewbornExperiment(Experiment):
         vocab_size=1 saves memory.
         """
         for spec in progress(self.specs, desc=self.name, unit=" models"):
-            config = replace(spec.own_config, **changes)
+            config = replace(spec.config, **changes)
             drawn = scheme or spec.scheme
             model = newborn(config, spec.seed, spec.embedding_seed, drawn, self.device, self.dtype)
             for T in self.lengths:
@@ -85,7 +83,6 @@ def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
     curves(rows, path, question, x=x, y=y, series=series, theories=theories, **options)
 
 
-@torch.inference_mode()
 def layers(settings: NewbornSettings):
     """Which sublayer contracts? Cosine of last positions, layer by layer (BB Figures 2, 7; five minutes)"""
     experiment = NewbornExperiment("layers", "BB Figures 2, 7", settings, (64, 256))
@@ -108,7 +105,6 @@ def sublayers_apart(settings, model, T):
         yield kind, part, counts
 
 
-@torch.inference_mode()
 def cure(settings: NewbornSettings):
     """Is a newborn cured by removing the mean that all neurons share? (ours; 3 to 4 minutes)"""
     experiment = NewbornExperiment("cure", "ours", settings)

@@ -9,7 +9,7 @@ rotation and attention; tests compare it with the code here.
 The *stream* x is the residual stream. A *state* is x at one position, after the final norm unless a layer is
 named. Papers: BB is "Transformers Are Born Biased" (2602.05927), SO its sequel on sinks (2605.06611).
 
-Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V vocabulary.
+Shapes: B sequences, T positions, d model width, H heads, G key-value heads, Dh head size, V tokens, L layers.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     sublayers: str = "full"  # which sublayers a block has (BB 4.1)
     attn_calibration: str = "none"  # how the outputs of heads are scaled (BB 6.2)
-    explicit_sink: bool = False  # a learned key and value per head, in front of the text (2410.10781)
+    explicit_sink: bool = False  # a learned key and value per key-value head, before the text (2410.10781)
 
     @property
     def kv_heads(self):
@@ -108,7 +108,7 @@ NORMS = {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}
 def rope(config: ModelConfig, x: Tensor):
     """RoPE's cosines and sines of the positions of x (B, T, d), in its dtype: (T, 1, Dh/2) each."""
     pair = torch.arange(0, config.head_size, 2, device=x.device)
-    frequency = config.rope_theta ** (-pair.float() / config.head_size)  # of each pair, radians a position
+    frequency = config.rope_theta ** (-pair.float() / config.head_size)  # radians per position, by pair
     angle = torch.outer(torch.arange(x.shape[1], device=x.device), frequency)[:, None]
     return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
@@ -128,7 +128,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     queries see.
     """
     if 1 < q.shape[2] < k.shape[2]:
-        q = torch.cat((q[:, :, :1], q), dim=2)  # is_causal aligns query 0 with key 0
+        q = torch.cat((q[:, :, :1], q), dim=2)  # a dummy query for key 0: is_causal pairs them
         return causal_attention(q, k, v)[:, :, 1:]
     if q.device.type == "cpu":
         return kernels.causal_attention(q, k, v)
@@ -139,7 +139,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def with_sink(sink: Tensor | None, x: Tensor) -> Tensor:
     """Prepend an explicit sink's key or value (G Dh,), if any, to x (B, G, T, Dh): (B, G, 1 + T, Dh).
 
-    The key is not rotated: a query sees it where position 1 is, whose RoPE angle is 0.
+    The key is not rotated, so a query sees it at position 1, whose RoPE angle is 0.
     """
     if sink is None:
         return x
@@ -151,7 +151,7 @@ def mean_attention(q: Tensor, k: Tensor, sink_key: Tensor | None, positions) -> 
     """alpha (B, H, K): the weight on each of K positions, averaged over the queries that see it (BB 6.2.1).
 
     Attention returns weighted means of values. With one-hot values these are the weights, and no T x T matrix
-    is stored. Values are as wide as keys, so we ask for Dh positions at a time; 0 is `sink_key` (G Dh,).
+    is stored. Values are as wide as keys, so we ask for Dh positions at a time. Position 0 is the sink.
     """
     keys = with_sink(sink_key, k)
     first = k.shape[2] + 1 - keys.shape[2]  # position of the first key: 1, or 0 with an explicit sink
@@ -203,7 +203,7 @@ class Attention(nn.Module):
         return self.o_proj(heads.transpose(1, 2).flatten(2))  # from (B, Q, H Dh)
 
     def calibrate(self, heads: Tensor, T) -> Tensor:
-        """Scale the outputs of heads at the last of positions i = 1..T, as a mean of i values shrinks.
+        """Scale the outputs of heads at the last Q of positions i = 1..T, since a mean of i values shrinks.
 
         By sqrt(i) (`amplify`) or sqrt(i / context_length) (`attenuate`, BB 6.2); `headnorm` is RMSNorm (SO).
         """
@@ -349,7 +349,7 @@ class Transformer(nn.Module):
 
     @contextlib.contextmanager
     def hidden_units(self, on_units):
-        """While open, `on_units(layer, units, 0)` may see and replace neurons 0, 1, ... (B, T, d_ff)."""
+        """While open, `on_units(layer, units, 0)` sees, and may replace, neurons (B, T, d_ff)."""
 
         def hook(layer, module, inputs):
             return on_units(layer, *inputs, 0)

@@ -47,7 +47,7 @@ class Settings(RunSettings):
 
 
 def probe(settings: Settings):
-    """Which tokens do untrained models prefer? Takes 3 minutes per seed on one thread, 1 in bfloat16."""
+    """Which tokens do untrained models prefer? One thread takes 3 minutes per seed, 1 in bfloat16."""
     # A Spec describes a model by its name, seed and config, and its `load` makes the model. A preset gives
     # one Spec for each seed. PRESET@SEED draws its embedding from that seed, too.
     specs = specs_of(settings.model, settings.seed, settings.embedding_seed, settings.init)
@@ -92,12 +92,12 @@ class Counts:
         self.dimensions += states.argmax(dim=1).bincount(minlength=len(self.dimensions))
 
     def on_state(self, layer, x) -> None:
-        """Add the stream x (n, T, d) to a layer's cosines; `hidden` calls this."""
+        """Add the last positions of the stream x (n, T, d) to a layer's cosines; `hidden` calls this."""
         if self.layers:
             self.layers[layer].update(x[:, -1])
 
     def reduce(self) -> "Counts":
-        """Sum all counts over the ranks, in place."""
+        """Sum over the ranks; counts go to the CPU."""
         self.tokens = sum_over_ranks(self.tokens).cpu()
         self.dimensions = sum_over_ranks(self.dimensions).cpu()
         for statistics in (self.cosines, *self.layers):
@@ -155,7 +155,7 @@ def preference(model, counts: Counts):
 class CosineStatistics:
     """Mean and standard deviation of the cosine over all pairs of n states, in O(d^2) memory for any n.
 
-    Let u_i be state i divided by its norm. Over ordered pairs i != j, the cosines u_i u_j sum to
+    Let u_i be state i divided by its norm. Over ordered pairs i != j, the cosines u_i·u_j sum to
     |sum u|^2 - n, and their squares to |sum u u^T|^2 - n (Frobenius norm).
     """
 

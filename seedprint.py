@@ -6,8 +6,8 @@
     python seedprint.py paper BASE SUSPECT                 # SeedPrint, the paper's test
 
 SeedPrint gives two models the same random inputs. Each dimension of the final states ranks the inputs;
-Kendall's tau says how well the two models' rankings agree, and two Gaussian matrices show what chance gives.
-The other commands read weights alone: lineage/compare.py.
+Kendall's tau says how well the two models' rankings agree; pairs of Gaussian matrices show what chance gives.
+The other commands, in lineage/, read weights alone.
 """
 
 import functools
@@ -65,11 +65,11 @@ def paper(settings: PaperSettings):
 
 
 def outputs_of(spec, vocab_size, experiment):
-    """Returns `last_outputs` of a checkpoint as an array; UserError if they are not finite."""
+    """A checkpoint's `last_outputs` as an array; UserError if they are not finite."""
     model = spec.load(experiment.device, experiment.dtype)
     outputs = last_outputs(model, vocab_size, experiment.settings)
     if not outputs.isfinite().all():
-        raise UserError(f"{spec.name}: its states are not finite: does it have huge weights?")
+        raise UserError(f"{spec.name}: its states are not finite: are its weights huge?")
     return outputs.numpy()
 
 
@@ -125,7 +125,7 @@ def paper_test(a, b):
     }
 
 
-@functools.lru_cache(maxsize=512)
+@functools.cache
 def null_taus(n, d, trial):
     """The taus of two Gaussian matrices (n, d) on their identity dimensions: the paper's null."""
     return identity_taus(*keyed_generator("paper null", n, d, trial).standard_normal((2, n, d), np.float32))

@@ -35,7 +35,7 @@ from sources.inputs import TextSettings, bos_of, read_tokens, text_of
 # The first prediction sees one token, so anything in front of the text helps it; the next seven see two to
 # eight. Models with and without something in front are compared from the ninth prediction on.
 PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))
-MAPS = {  # of a case of `transplant`: what is drawn by head, attention to position 1 and to the constant
+MAPS = {  # what is drawn by head of a case of `transplant`: attention to position 1, then to the constant
     "unchanged": ("as it is, to position 1",),
     "moved": ("with constants, to position 1", "with constants, to the constant"),
 }
@@ -64,12 +64,12 @@ class TransplantSettings(Settings):
 
     sequence_length: tuple[at_least(4), ...] = (64,)  # tokens in a sequence
     num_sequences: at_least(2) = 32  # sequences; fewer, down to 4, if they are longer than 64 tokens
-    num_constants: at_least(1) = 16  # more sequences, whose first position gives the constants
+    num_constants: at_least(1) = 16  # extra sequences, whose first position gives the constants
     save: str | None = None  # new .safetensors file for the constants
 
 
 def measure_models(name, paper, settings: Settings, measure, *more):
-    """Call `measure(settings, spec, model, *more)` for each model; returns an experiment, lists of rows."""
+    """Call `measure(settings, spec, model, *more)` for each model; returns (experiment, lists of rows)."""
     specs = specs_of(settings.model, settings.seed)
     check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(specs))
     experiment = Experiment(name, paper, settings)
@@ -238,8 +238,8 @@ def effects(model: Transformer, tokens: torch.Tensor, builder, before):
             means.add("disparity", layer, attention.disparity(x[:, 0]))
 
     with watch(model, builder) as activations:
-        others = range(2, tokens.shape[1] // 2 + 1)
-        alphas, losses = alpha_and_loss(model, tokens, on_state, before, others)
+        later = range(2, tokens.shape[1] // 2 + 1)
+        alphas, losses = alpha_and_loss(model, tokens, on_state, before, later)
     by_head = alphas[..., :2].mean(0)
     row = {
         "sink_rate": sink_share(alphas[..., 0]).mean().item(),

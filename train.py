@@ -2,7 +2,7 @@
 
     python train.py configs/laptop.py                          # learns something visible in minutes
     python train.py configs/laptop.py --source 'books/*.txt' --num-layers 4 --d-model 192     # text, size
-    python train.py --resume --out runs/laptop                 # continues where it was stopped or killed
+    python train.py --resume --out runs/laptop                 # continues from its newest checkpoint
     python train.py sample runs/laptop --prompt "def "         # writes text with a checkpoint
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
@@ -11,8 +11,8 @@
 
 Each epoch shuffles the training windows by the data seed, and each step takes the next ones, however many
 ranks and micro-batches there are. So a run needs no random state to resume: on a CPU it ends with the same
-bits as if it had never been killed. On SIGTERM, SIGINT or SIGUSR1 it finishes its step or evaluation, saves,
-and exits with status 0.
+bits as if it had never been killed. On SIGTERM, SIGINT or SIGUSR1 it stops after this step or the next,
+saves, and exits with status 0.
 """
 
 import math
@@ -69,7 +69,7 @@ class Settings(RunSettings):
     eval_sequences: at_least(1) = 64  # held-out sequences per evaluation, always the same
     track_sinks: bool = False  # log sink rates and alpha_1 at evaluations, by length, without and with BOS
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
-    # steps to keep besides step 0 and the newest two; powers: 1, 2, 4, ...; all: all; last: none
+    # checkpoints to keep besides step 0 and the newest two; powers: 1, 2, 4, ...; all: all; last: none
     keep: Literal["powers", "all", "last"] = "powers"
     # number format of matrix products; None: bfloat16 on a GPU, else float32
     dtype: Literal["float32", "bfloat16"] | None = None
@@ -81,17 +81,16 @@ class Settings(RunSettings):
 def train(settings: Settings, defaults: Settings | None = None):
     """Train, or resume; prints the loss and the time left every --log-every steps.
 
-    A setting that equals its default counts as not given. `run_script` gives the defaults: those of a config
-    file, or of the run to resume.
+    A setting that equals its default counts as not given; a command line's defaults are its config file's, or
+    those of the run to resume.
     """
     settings, device, dtype = runtime.start(runs.completed(settings, defaults or Settings()))
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one per process")
     run = runs.Run(settings.out)
     with run.lock():
-        config = (
-            None if run.has_begun() else runs.new_config(settings)
-        )  # UserError before any data are prepared
+        # A mistake is told before any data are prepared.
+        config = None if run.has_begun() else runs.new_config(settings)
         tokens = data.open_data(settings, is_new=config is not None)
         training = Training(settings, run, config, tokens, device, dtype)
         facts = {"step": training.step, "data set": tokens.meta.fingerprint, "commit": commit()}
@@ -118,18 +117,17 @@ class Training:
         self.step_tokens = settings.global_batch_size * settings.sequence_length
 
     def go_on(self) -> None:
-        """Train until --max-iters or a signal; a step is evaluated, then saved."""
+        """Train until --max-iters or a signal; evaluations come before saves."""
         settings, run = self.settings, self.run
         if self.step > settings.max_iters:
             raise UserError(f"--max-iters {settings.max_iters}: {run.folder} is at step {self.step} already")
         if runtime.world_size() > 1:
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-            self.model.broadcast_buffers = False  # they are equal on all ranks; torch warns about the keyword
         rows = runtime.gathered(run.rows(settings, self.step, self.tokens))[0]  # what rank 0 has
         if self.is_due() and "val_loss" not in rows[-1]:  # a newborn, or a signal came in between
             rows[-1] |= self.evaluate()
         run.begin(settings, rows)
-        if not run.has_begun():
+        if not run.has_begun():  # there is no step yet
             self.save()
         with runs.listening_for_signals() as signals:
             stopped = False
@@ -144,8 +142,9 @@ class Training:
                 is_kept = settings.keep != "last" and self.step & (self.step - 1) == 0  # a power of two
                 if is_last or is_kept or self.step % settings.save_every == 0:
                     self.save()
-                if is_last or "val_loss" in row:
+                if "val_loss" in row:
                     run.draw_loss()
+        run.draw_loss()
         hint = "--resume continues, and a larger --max-iters stretches the schedule"
         say(f"{run.folder} is at step {self.step} of {settings.max_iters}; {hint}")
         runtime.gathered()  # ranks end together
@@ -153,7 +152,7 @@ class Training:
     def update(self, signals):
         """Do one step; returns its row, and whether to stop."""
         settings = self.settings
-        begun = time.perf_counter()
+        started = time.perf_counter()
         rate = learning_rate(self.step, settings)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -168,7 +167,7 @@ class Training:
             (part_loss * runtime.world_size()).backward()  # makes DDP's average a sum
             loss += part_loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(self.raw_model.parameters(), settings.grad_clip)
-        # Ranks sum losses and signals, so all stop together. This is the only wait for the device in a step.
+        # Ranks sum losses and signals, so all stop together; reading them waits for the device, once a step.
         sums = runtime.sum_over_ranks(torch.stack([loss, loss.new_tensor(len(signals))]))
         loss, num_signals, grad_norm = torch.cat((sums, norm[None])).tolist()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -177,7 +176,7 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.step += 1
-        speed = self.step_tokens / (time.perf_counter() - begun)
+        speed = self.step_tokens / (time.perf_counter() - started)
         row = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": grad_norm}
         return row | {"tokens_per_second": speed}, num_signals > 0
 
@@ -265,13 +264,13 @@ def make_optimizer(model, settings: Settings):
     return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
 
 
-def begun(settings: Settings):
-    """The settings of the run to resume, if any: defaults for the flags of its command line."""
+def resumed(settings: Settings):
+    """The settings of the run to resume, if any: the defaults of the command line's flags."""
     return runs.Run(settings.out).settings(Settings) if settings.resume else None
 
 
 COMMANDS = {
-    "": Command(train, Settings(), begun),
+    "": Command(train, Settings(), resumed),
     "sample": Command(sample, SampleSettings()),
 }
 

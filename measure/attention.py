@@ -1,4 +1,4 @@
-"""How much do heads attend to a position, and what is a model with constants in front of it? (BB 6.2, SO)"""
+"""How much do heads attend to a position? And models that read constants before the text (BB 6.2, SO)."""
 
 from collections import defaultdict
 
@@ -80,7 +80,7 @@ def check_seen(model, *parts) -> None:
 
 
 def batches(tokens: Tensor):
-    """Parts of sequences (n, T) that fit in memory, with a progress bar."""
+    """Batches of sequences (n, T) that fit in memory, with a progress bar."""
     parts = tokens.split(default_batch_size(tokens.device, tokens.shape[1]))
     return progress(parts, desc="sequences", unit=" batches", leave=False)
 
@@ -101,7 +101,7 @@ class Means:
         return torch.stack(list(self.of[name].values()))
 
     def add_heads(self, layer, heads: Tensor, q, k, v, alpha) -> None:
-        """Add the heads' outputs (B, H, T, Dh) for `std`; an `on_heads`."""
+        """Add the heads' outputs (B, H, T, Dh), for `std`; `hidden` calls this."""
         self.add("heads", layer, heads.double())
         self.add("squared heads", layer, heads.double().square())
 
@@ -138,12 +138,12 @@ def with_constants(model, constants):
         return model.with_constants(constants)
     other = variant(model, explicit_sink=True)
     for layer, block in enumerate(other.blocks, start=1):
-        attention = block.self_attn
-        attention.sink_key = attention.sink_value = None
+        attends = block.self_attn
+        attends.sink_key = attends.sink_value = None
         if layer in constants:
-            like = attention.k_proj.weight
+            like = attends.k_proj.weight
             pair = [torch.nn.Parameter(x.flatten().to(like, copy=True)) for x in constants[layer]]
-            attention.sink_key, attention.sink_value = pair
+            attends.sink_key, attends.sink_value = pair
     return other
 
 

@@ -1,4 +1,4 @@
-"""Which neurons build the sink, link by link? (SO's chain; builders and removers are ours)
+"""Which neurons build the sink, link by link? (SO's chain; contributions and removers are ours)
 
 >>> from sources import checkpoint, inputs
 >>> from measure import units
@@ -20,14 +20,14 @@ from measure.attention import Means, batches, check_seen, disparity, ratio_of_fi
 LINKS = {  # SO's chain from averaging to the sink, by layer and position
     "std": "std of aggregated values by position, layer 1",
     "norm": "norm of the stream",
-    "disparity": "largest / mean |dimension| of it",
+    "disparity": "the stream's largest / mean |dimension|",
     "value_norm": "norm of values",
     "key_alignment": "alignment of keys (1: all alike)",
     "alpha": "attention to the position",
 }
-COLUMNS = ("std_ratio", "disparity", "norm_ratio", "value_ratio", "key_alignment")  # by layer, at position 1
+COLUMNS = ("std_ratio", "disparity", "norm_ratio", "value_ratio", "key_alignment")  # by layer
 COLUMNS += ("effective_rank", "output_tau", "alpha1")
-SELECTIVITY = 20  # a *selective* builder contributes at least so many times what it does elsewhere,
+SELECTIVITY = 20  # a *selective* builder is at least this many times as active as elsewhere,
 LEAST_SHARE = 0.001  # and makes at least this share of the dimension (ours)
 LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles disparity to above this (ours)
 
@@ -51,9 +51,9 @@ class Activity(Means):
         self.model = model
         self.tokens = tokens
 
-    def see_units(self, layer, units, first) -> None:
-        self.add("at_1", (layer, first), units[:, 0].float())
-        self.add("elsewhere", (layer, first), units[:, 1:].float().abs().mean(1))
+    def see_units(self, layer, units, offset) -> None:
+        self.add("at_1", (layer, offset), units[:, 0].float())
+        self.add("elsewhere", (layer, offset), units[:, 1:].float().abs().mean(1))
 
     def see_first(self, layer, x) -> None:
         self.add("state_1", layer, x[:, 0].float())
@@ -66,7 +66,7 @@ class Activity(Means):
             self.add("norm", layer, x.float().norm(dim=2))  # (T,)
             self.add("norm_ratio", layer, ratio_of_first(x))
             self.add("disparity", layer, disparity(x))  # (T,)
-            self.add("state", layer, x.double().mean(1))  # averaged over positions, (d,)
+            self.add("mean", layer, x.double().mean(1))  # over positions, (d,)
             self.add("product", layer, (flat.T @ flat)[None] / x.shape[1])  # mean of h h^T, (d, d)
 
     def see_heads(self, layer, heads, q, k, v, alpha) -> None:
@@ -77,28 +77,26 @@ class Activity(Means):
         self.add("alpha", layer, alpha(range(1, k.shape[2] + 1)).mean(1))  # (T,)
 
     def finish(self) -> None:
-        """Join what came in parts, and compute the links that are no means."""
+        """Join parts, and compute the links that are not means."""
         self.state = self.stack("state_1")  # the mean stream at position 1, (L + 1, d), the input first
         self.disparity = self.stack("disparity_1")  # of that stream, (L + 1,)
         self.at_1 = self.joined("at_1")  # by layer: activations at position 1, (d_ff,)
         self.elsewhere = self.joined("elsewhere")  # |activations| at the other positions
-        for layer in list(self.of["heads"]):
+        for layer in self.of["heads"]:
             std = self.std(layer)  # (T,)
             self.of["std"][layer] = std
             self.of["std_ratio"][layer] = std[0] / std[1:].median()
             self.of["alpha1"][layer] = self.of["alpha"][layer][0]
-            self.of["key_alignment"][layer] = (
-                self.of["key"][layer].norm(dim=2).mean(0)
-            )  # of the mean key, (T,)
+            self.of["key_alignment"][layer] = self.of["key"][layer].norm(dim=2).mean(0)  # (T,)
             self.of["output_tau"][layer] = output_tau(self.model.output_weight(layer), self.std(layer, 1))
         for layer, product in self.of["product"].items():
-            self.of["effective_rank"][layer] = effective_rank(self.of["state"][layer], product)
+            self.of["effective_rank"][layer] = effective_rank(self.of["mean"][layer], product)
 
     def joined(self, name):
-        """The neurons of each layer, joined from parts whose keys are (layer, first unit)."""
+        """The neurons of each layer, joined from parts whose keys are (layer, number of the first)."""
         layers = {}
-        for layer, first in sorted(self.of[name]):
-            layers.setdefault(layer, []).append(self.of[name][layer, first])
+        for layer, offset in sorted(self.of[name]):
+            layers.setdefault(layer, []).append(self.of[name][layer, offset])
         return {layer: torch.cat(some) for layer, some in layers.items()}
 
     def links(self, names, layer, position=1):
@@ -141,10 +139,6 @@ class Activity(Means):
     def dimension(self, layer):
         return self.state[layer].abs().argmax().item()
 
-    def weights(self, layer, dimension):
-        """The down weights, (d_ff,), of a layer's neurons on a dimension of the stream."""
-        return self.model.down(layer)[dimension].float().cpu()
-
     def contributions(self, layer, last=None):
         """Each neuron's contribution, by layer (d_ff,), to the sink's dimension after a layer."""
         dimension = self.dimension(layer)
@@ -152,7 +146,8 @@ class Activity(Means):
         added = {}
         for its_layer, activations in self.at_1.items():
             if last is None or its_layer <= last:
-                added[its_layer] = activations * self.weights(its_layer, dimension) * sign
+                weights = self.model.down(its_layer)[dimension].float().cpu()
+                added[its_layer] = activations * weights * sign
                 if its_layer in self.of["silent"]:
                     total = (self.state[its_layer] - self.of["silent"][its_layer])[dimension] * sign
                     added[its_layer] *= total / added[its_layer].sum()
@@ -174,8 +169,8 @@ class Activity(Means):
         needed = LEAST_SHARE * self.state[self.layer, dimension].abs()
         chosen = self.contributions(self.layer, self.layer)
         for layer, added in chosen.items():
-            elsewhere = self.elsewhere[layer] * self.weights(layer, dimension).abs()
-            added[(added < SELECTIVITY * elsewhere) | (added < needed)] = 0
+            is_quiet = self.at_1[layer].abs() < SELECTIVITY * self.elsewhere[layer]
+            added[is_quiet | (added < needed)] = 0
         return ranked(chosen, sum((added > 0).sum().item() for added in chosen.values()))
 
     def describe(self, units):
@@ -226,9 +221,9 @@ def ranked(scores, count):
 def zero_units(units):
     """An `on_units` that ablates neurons, (layer, unit) each: it sets them to zero."""
 
-    def on_units(layer, values, first):
-        last = first + values.shape[-1]
-        here = [unit - first for its_layer, unit in units if its_layer == layer and first <= unit < last]
+    def on_units(layer, values, offset):
+        last = offset + values.shape[-1]
+        here = [unit - offset for its_layer, unit in units if its_layer == layer and offset <= unit < last]
         if here:
             return values.index_fill(-1, torch.tensor(here, device=values.device), 0)
 
@@ -240,9 +235,9 @@ def watch(model, unit, position=1):
     """A context whose list collects the |activations|, (B,), of a neuron (layer, unit) at a position."""
     activations = []
 
-    def on_units(layer, units, first):
-        if layer == unit[0] and 0 <= unit[1] - first < units.shape[-1]:
-            activations.append(units[:, position - 1, unit[1] - first].float().abs().cpu())
+    def on_units(layer, units, offset):
+        if layer == unit[0] and 0 <= unit[1] - offset < units.shape[-1]:
+            activations.append(units[:, position - 1, unit[1] - offset].float().abs().cpu())
 
     with model.hidden_units(on_units):
         yield activations

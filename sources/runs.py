@@ -73,8 +73,9 @@ class Run:
         return [birth | {"data": tokens.meta.fingerprint}]
 
     def begin(self, settings, rows) -> None:
-        """Write the settings and the log."""
+        """Write the settings and the log; remove what a killed process did not come to remove."""
         if rank() == 0:
+            self.prune(settings.keep)
             write_log(self.log, rows)
             with atomic_file(self.settings_file) as temporary:
                 temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
@@ -86,7 +87,7 @@ class Run:
                 file.write(json.dumps(row) + "\n")
 
     def save(self, step, model, optimizer, tokens, keep) -> None:
-        """Write a step's checkpoint. Of earlier ones, remove those that `keep` does not keep."""
+        """Write a step's checkpoint; of earlier ones, remove those that `keep` does not keep."""
         if rank() > 0:
             return
         with atomic_folder(self.step_folder(step)) as new:
@@ -96,10 +97,14 @@ class Run:
                 for moment in MOMENTS if step > 0 else ():
                     moments[f"{name}.{moment}"] = optimizer.state[parameter][moment]
             save_file(moments, new / OPTIMIZER, {"data": tokens.meta.fingerprint})
+        self.prune(keep)
+
+    def prune(self, keep) -> None:
+        """Of checkpoints before the newest two, keep the weights or nothing."""
         for folder in checkpoint.steps(self.folder)[:-2]:
-            before = int(folder.name.removeprefix("step_"))
-            is_power = before & (before - 1) == 0  # of two, or 0
-            if keep == "all" or before == 0 or (keep == "powers" and is_power):
+            step = int(folder.name.removeprefix("step_"))
+            is_power = step & (step - 1) == 0  # of two, or 0
+            if keep == "all" or step == 0 or (keep == "powers" and is_power):
                 remove(folder / OPTIMIZER)
             else:
                 remove(folder)
