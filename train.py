@@ -124,12 +124,12 @@ class Training:
         if runtime.world_size() > 1:
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         rows = runtime.gathered(run.rows(settings, self.step, self.tokens))[0]  # what rank 0 has
-        if self.is_due() and "val_loss" not in rows[-1]:  # a newborn, or a signal came in between
-            rows[-1] |= self.evaluate()
-        run.begin(settings, rows)
-        if not run.has_begun():  # there is no step yet
-            self.save()
         with runs.listening_for_signals() as signals:
+            if self.is_due() and "val_loss" not in rows[-1]:  # a newborn, or a signal came in between
+                rows[-1] |= self.evaluate()
+            run.begin(settings, rows)
+            if not run.has_begun():  # there is no step yet
+                self.save()
             stopped = False
             while self.step < settings.max_iters and not stopped:
                 row, stopped = self.update(signals)
