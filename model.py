@@ -205,7 +205,7 @@ class Attention(nn.Module):
     def calibrate(self, heads: Tensor, T) -> Tensor:
         """Scale the outputs of heads at the last Q of positions i = 1..T, since a mean of i values shrinks.
 
-        By sqrt(i) (`amplify`) or sqrt(i / context_length) (`attenuate`, BB 6.2); `headnorm` is RMSNorm (SO).
+        `amplify`: by sqrt(i); `attenuate`: by sqrt(i / context_length) (BB 6.2); `headnorm`: RMSNorm (SO).
         """
         kind = self.config.attn_calibration
         if kind == "none":
@@ -288,7 +288,7 @@ class Transformer(nn.Module):
         ValueError beyond the context. `last_only`: only the last position's state, (B, d), is computed.
         `on_state(layer, x)` sees the stream (B, T, d) before the first block (as layer 0) and after each.
         `on_heads(layer, heads, q, k, v, alpha)` sees the calibrated outputs of heads (B, H, T, Dh), rotated
-        q and k, and `mean_attention` as a function of positions; a tensor that it returns replaces heads.
+        q and k, v, and `mean_attention` as a function of positions; a tensor that it returns replaces heads.
         """
         T = inputs.shape[1]
         if T > self.config.context_length:

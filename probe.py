@@ -217,8 +217,8 @@ def uniform_counts(n, num_choices, places, repetitions=1000):
     return total / repetitions
 
 
-# `run_script` turns each setting into a flag, and its comment into the flag's help. A file X.py before the
-# flags can set them, too. A misspelt flag or any UserError ends the script with status 2 and a message.
+# `run_script` turns each setting into a flag, and its comment into the flag's help. A misspelt flag or any
+# UserError ends the script with status 2 and a message.
 COMMANDS = {"": Command(probe, Settings())}
 
 if __name__ == "__main__":

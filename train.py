@@ -74,7 +74,7 @@ class Settings(RunSettings):
     # number format of matrix products; None: bfloat16 on a GPU, else float32
     dtype: Literal["float32", "bfloat16"] | None = None
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model
-    resume: bool = False  # continue from the newest whole checkpoint in --out
+    resume: bool = False  # continue from the newest checkpoint in --out
     out: str = "runs/default"  # run folder
 
 
@@ -89,7 +89,7 @@ def train(settings: Settings, defaults: Settings | None = None):
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one per process")
     run = runs.Run(settings.out)
     with run.lock():
-        # A mistake is told before any data are prepared.
+        # Mistakes are reported before any data are prepared.
         config = None if run.has_begun() else runs.new_config(settings)
         tokens = data.open_data(settings, is_new=config is not None)
         training = Training(settings, run, config, tokens, device, dtype)

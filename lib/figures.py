@@ -53,7 +53,7 @@ def curves(points, path, title, *, x, y, series, panel="", theories=(), band="",
     """Draw `y` over `x`: a colour for each value of `series`, a panel for each value of `panel`.
 
     `theories` maps keys, drawn dashed, to their legends; a point may have None. `band` is the key of a half
-    width to shade. `log` names the logarithmic axes; `more` are words of matplotlib's `Axes.set`.
+    width to shade. `log` names the logarithmic axes; `more` are keywords of matplotlib's `Axes.set`.
     """
     panels = unique(points, panel) if panel else [None]
     columns = min(3, len(panels))

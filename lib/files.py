@@ -1,4 +1,4 @@
-"""Read and write files that are never half there."""
+"""Read files, and write them whole or not at all."""
 
 import contextlib
 import glob
@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from lib.settings import UserError
 
-GIT_LFS = b"version https://git-lfs"  # a pointer begins with
+GIT_LFS = b"version https://git-lfs"  # how a pointer begins
 
 
 def check_regular(path) -> None:
@@ -38,7 +38,7 @@ def as_user_error(path):
         yield
     except (UserError, KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # panics of Rust are no Exception
+    except BaseException as error:  # Rust's panics are not of class Exception
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         remedy = "if it is damaged, download it again"
         if os.path.isfile(path) and open(path, "rb").read(len(GIT_LFS)) == GIT_LFS:
@@ -54,7 +54,9 @@ def atomic_file(path):
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
-            if left == temporary or not os.path.exists(f"/proc/{left.name.split('.')[-2]}"):  # it was killed
+            process = left.name.split(".")[-2]
+            was_killed = os.path.exists("/proc/self") and not os.path.exists(f"/proc/{process}")
+            if left == temporary or was_killed:
                 remove(left)
         yield temporary
         if path.is_dir():  # os.replace does not replace one

@@ -126,7 +126,7 @@ def plain_chunk(logits, targets, V):
 
 
 def fused_chunk(logits, targets, V):
-    """The same for logits (n, W), V of them tokens', in operations that a compiler fuses into one pass."""
+    """The same for logits (n, W), the first V of them tokens', in operations that a compiler fuses."""
     token = torch.arange(logits.shape[1], device=logits.device)  # (W,)
     exact = logits.to(torch.promote_types(logits.dtype, torch.float32))
     exact = torch.where(token < V, exact, -torch.inf)

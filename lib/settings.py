@@ -102,7 +102,7 @@ def read_command(commands, words, document):
 
 
 def read_config(defaults, words):
-    """`defaults` as the config file that words may begin with changes them; and the other words."""
+    """`defaults`, changed by the config file if `words` begin with one, and the other words."""
     if words and words[0].endswith(".py"):
         return read_config_file(words[0], defaults), words[1:]
     return defaults, words

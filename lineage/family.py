@@ -1,4 +1,4 @@
-"""Who belongs to whom? The family tree of `seedprint.py matrix` (BB Table 4)"""
+"""Who belongs to whom? The figures of `seedprint.py compare` and `matrix` (BB Table 4)"""
 
 import sys
 

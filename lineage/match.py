@@ -1,6 +1,6 @@
 """Whose neurons are these? Matches the units of two models, by weights alone (ours).
 
-How units are matched is in `measure/matching.py`, and what their views are in `lineage/views.py`. Models that
+How units are matched is in `lineage/matching.py`, and what their views are in `lineage/views.py`. Models that
 learnt to predict the same words come to share units near the head: `lineage/table.py` weighs that.
 """
 

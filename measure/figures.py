@@ -7,7 +7,7 @@ from measure.units import LINKS
 
 
 def draw_heads(path, title, rows, key, columns=None) -> None:
-    """Draw attention by layer and head, (L, H) under a key, a panel for each row of the first length."""
+    """Draw the attention row[key], (L, H), in a panel for each row of the first length."""
     rows = [row for row in rows if row["sequence_length"] == rows[0]["sequence_length"]]
     names = short_names([row["checkpoint"] for row in rows])
     columns = columns or len(rows)

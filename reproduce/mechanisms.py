@@ -1,6 +1,6 @@
 """Test each mechanism of BB section 4 by itself: eight experiments beside those of contraction.py.
 
-python -m reproduce.mechanisms ablation      # each takes seconds to a minute on 2 cores, predict 3 to 7
+python -m reproduce.mechanisms ablation      # each takes up to a minute on 2 cores, predict 3 to 7 minutes
 """
 
 import copy

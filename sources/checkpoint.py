@@ -24,7 +24,7 @@ from model import PRESETS, ModelConfig, Transformer
 
 WEIGHTS = "model.safetensors"
 TOKENIZERS = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
-OURS = "bornbiased"  # marks a config.json that was written here; the model_type of what only model.py is
+OURS = "bornbiased"  # marks a config.json written here; the model_type of models that only model.py runs
 KEYS = {  # of config.json: our name, and Hugging Face's
     "vocab_size": "vocab_size",
     "d_model": "hidden_size",
@@ -91,12 +91,12 @@ class Spec:
             weights = load_file(path)
         return built(self.config, weights, path, device, dtype)
 
-    own_config = config  # a stranger's is that of a Transformer with its weights,
-    load_own = load  # which this loads
+    own_config = config  # a stranger's: its ModelConfig, if model.py can run it
+    load_own = load  # a stranger's: that Transformer
 
 
 def built(config: ModelConfig, weights, place, device, dtype):
-    """The Transformer of tensors by name, in eval mode; UserError if they are not finite, or not its own."""
+    """The Transformer of tensors by name, in eval mode; UserError if they do not fit, or are not finite."""
     if config.num_layers > len(weights):  # building the layers might take all memory
         raise UserError(f"{place}: too few tensors for {config.num_layers} layers")
     with torch.device("meta"):

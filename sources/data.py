@@ -61,7 +61,7 @@ class Settings:
 
 
 def places_of(source):
-    """What a source is read from, each once: names, and files; UserError for a name that means no text."""
+    """The places a source is read from, each once: NAMES, and files; UserError if a name means no text."""
     places = {}
     count = 0
     for name in source:

@@ -1,4 +1,4 @@
-"""What a run begins and resumes with, what it agrees on and hears, and how its folder stays whole."""
+"""What a run starts or resumes with, its signals, and a run folder that stays whole."""
 
 import contextlib
 import fcntl
@@ -54,18 +54,21 @@ class Run:
     @contextlib.contextmanager
     def lock(self):
         """A context in which no other process trains in the folder; what killed ones left is removed."""
-        with (self.folder / ".lock").open("w") as file:
-            if rank() == 0:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except OSError as error:
-                    raise UserError(f"{self.folder} is locked, does a process train in it? {error}") from None
-                for left in self.folder.glob(".*.tmp"):
-                    remove(left)
+        if rank() > 0:
+            yield
+            return
+        try:
+            file = (self.folder / ".lock").open("w")
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise UserError(f"{self.folder} is locked, does a process train in it? {error}") from None
+        with file:
+            for left in self.folder.glob(".*.tmp"):
+                remove(left)
             yield
 
     def rows(self, settings, step, tokens):
-        """The log up to the row of a step; of a new run, a row that says what made it."""
+        """The log up to the row of a step; for a new run, a row that says what made it."""
         if self.has_begun():
             return [row for row in read_rows(self.log) if row["step"] <= step] or [{"step": step}]
         birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "hub": HUB_COMMITS}
@@ -73,7 +76,7 @@ class Run:
         return [birth | {"data": tokens.meta.fingerprint}]
 
     def begin(self, settings, rows) -> None:
-        """Write the settings and the log; remove what a killed process did not come to remove."""
+        """Write the settings and the log; remove what a killed process had no time to remove."""
         if rank() == 0:
             self.prune(settings.keep)
             write_log(self.log, rows)
@@ -237,7 +240,7 @@ def new_model(settings, config, tokens):
 
 
 def read_rows(path):
-    """Yield the rows of a log, but a half-written last one; none if the file is missing."""
+    """Yield the rows of a log, except a half-written last one; none if the file is missing."""
     for line in path.read_text().splitlines() if path.exists() else ():
         with contextlib.suppress(ValueError):
             yield json.loads(line)

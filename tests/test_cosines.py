@@ -1,4 +1,4 @@
-"""measure/cosines.py against exact arithmetic, scipy, and loops over pairs."""
+"""The cosines of probe.py against exact arithmetic, scipy, and loops over pairs."""
 
 import itertools
 import math

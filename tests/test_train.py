@@ -433,6 +433,15 @@ def test_another_data_set_is_refused(copied, tokens, tmp_path):
     assert_refused(run_here("train.py", "--resume", "--out", copied), "is not the data set")
 
 
+def test_what_a_killed_run_did_not_come_to_is_done(copied, stopped):
+    """After its last save it removes what is not to be kept, and draws."""
+    first, *_, last = checkpoint.steps(copied)
+    shutil.copy(last / "optimizer.safetensors", first)
+    (copied / "loss.png").unlink()
+    train.train(train.Settings(out=str(copied), resume=True))
+    assert kill_training.contents(copied).keys() == kill_training.contents(stopped).keys()
+
+
 def test_a_damaged_checkpoint_is_told(copied):
     newest = checkpoint.steps(copied)[-1]
     for name in ("optimizer.safetensors", "model.safetensors"):
