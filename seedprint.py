@@ -76,9 +76,8 @@ def outputs_of(spec, vocab_size, experiment):
 @torch.inference_mode()
 def last_outputs(model, vocab_size, settings: PaperSettings):
     """The final states at the last position of n random sequences, (n, d) on the CPU."""
-    device = model.device
     T = settings.paper_length
-    batch_size = default_batch_size(device, T)
+    batch_size = default_batch_size(model.device, T)
     outputs = []
     for start in range(0, settings.paper_sequences, batch_size):
         indices = range(start, min(start + batch_size, settings.paper_sequences))
@@ -86,7 +85,7 @@ def last_outputs(model, vocab_size, settings: PaperSettings):
             inputs = random_vectors(settings.input_seed, indices, T, model.config.d_model)
         else:
             inputs = random_tokens(settings.input_seed, indices, T, vocab_size)
-        outputs.append(model.hidden(inputs.to(device), last_only=True).cpu())
+        outputs.append(model.hidden(inputs.to(model.device), last_only=True).cpu())
     return torch.cat(outputs)
 
 

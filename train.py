@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from init import SCHEMES
 from lib import runtime
 from lib.results import commit
-from lib.settings import Command, RunSettings, UserError, at_least, rank, run_script, say
+from lib.settings import Command, RunSettings, UserError, at_least, from_values, rank, run_script, say
 from measure.attention import sink_statistics
 from model import CHOICES, PRESETS
 from sources import data, runs
@@ -84,6 +84,7 @@ def train(settings: Settings, defaults: Settings | None = None):
     A setting that equals its default counts as not given; a command line's defaults are its config file's, or
     those of the run to resume.
     """
+    settings = from_values(Settings, vars(settings), "settings")
     settings, device, dtype = runtime.start(runs.completed(settings, defaults or Settings()))
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one per process")
@@ -138,8 +139,8 @@ class Training:
                 run.append(row)
                 if self.step % settings.log_every == 0:
                     self.tell(row)
-                is_last = stopped or self.step == settings.max_iters
                 is_kept = settings.keep != "last" and self.step & (self.step - 1) == 0  # a power of two
+                is_last = stopped or self.step == settings.max_iters
                 if is_last or is_kept or self.step % settings.save_every == 0:
                     self.save()
                 if "val_loss" in row:

@@ -55,8 +55,7 @@ def atomic_file(path):
     try:
         for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
             process = left.name.split(".")[-2]
-            was_killed = os.path.exists("/proc/self") and not os.path.exists(f"/proc/{process}")
-            if left == temporary or was_killed:
+            if left == temporary or (os.path.exists("/proc/self") and not os.path.exists(f"/proc/{process}")):
                 remove(left)
         yield temporary
         if path.is_dir():  # os.replace does not replace one

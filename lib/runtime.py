@@ -75,7 +75,10 @@ def gathered(value=None):
     """The list of each rank's value; waits for all ranks."""
     values = [value] * world_size()
     if dist.is_initialized():
-        dist.all_gather_object(values, value)
+        try:
+            dist.all_gather_object(values, value)
+        except RuntimeError as error:
+            raise UserError(f"another process has ended: {error}") from None
     return values
 
 

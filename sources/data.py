@@ -62,18 +62,18 @@ class Settings:
 
 def places_of(source):
     """The places a source is read from, each once: NAMES, and files; UserError if a name means no text."""
-    places = {}
-    count = 0
+    named = []
     for name in source:
         found = [name] if name in NAMES else text_files(name)
         if not found:
             expected = f"{', '.join(TEXT)}, folders or globs of these, {', '.join(NAMES)}"
             raise UserError(f"no text in '{name}': expected {expected}")
-        for place in found:
-            count += 1
-            places.setdefault(os.path.realpath(place), place)
-    if len(places) < count:
-        say(f"{count - len(places):,} of {count:,} files are named twice, and read once")
+        named += found
+    places = {}
+    for place in named:
+        places.setdefault(os.path.realpath(place), place)
+    if len(places) < len(named):
+        say(f"{len(named) - len(places):,} of {len(named):,} files are named twice, and read once")
     return list(places.values())
 
 
@@ -201,7 +201,7 @@ def open_data(settings, is_new):
     if rank() == 0:
         gathered()
     tokens = TokenData(folder, settings.bos_first)
-    if is_new and settings.data is None and tokens.meta.files != stamps_of(tokens.meta.source):
+    if is_new and settings.data is None and tokens.meta.files != stamps_of(settings.source):
         ways = f"remove it to prepare it anew, or read it as it is with --data {folder}"
         raise UserError(f"{folder} was made before its source, {' '.join(settings.source)}, changed: {ways}")
     for split in ("train", "val"):
@@ -324,8 +324,7 @@ class TokenData:
             if count < 1 or size != count * np.dtype(self.meta.dtype).itemsize:
                 raise UserError(f"{path} has {size} bytes, not {count} tokens: prepare the data set anew")
             self.tokens[split] = np.memmap(path, self.meta.dtype, "r")
-        self.tokenizer_file = self.folder / self.meta.tokenizer_file
-        self.tokenizer = load_tokenizer(str(self.tokenizer_file))  # that made the data set
+        self.tokenizer = load_tokenizer(str(self.folder / self.meta.tokenizer_file))  # that made the data set
         self.first_token = self.tokenizer.bos if bos_first else None  # of every window; None: its own
         if bos_first and self.first_token is None:
             raise UserError(f"--bos-first: the tokenizer of {folder} has no BOS")

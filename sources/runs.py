@@ -118,9 +118,9 @@ class Run:
         path = folder / OPTIMIZER
         check_regular(path)
         with as_user_error(path), safe_open(path, "pt") as moments:
-            if moments.metadata()["data"] != tokens.meta.fingerprint:
+            if (moments.metadata() or {}).get("data") != tokens.meta.fingerprint:
                 raise UserError(f"{tokens.folder} is not the data set that {self.folder} was started with")
-        return checkpoint.load(folder), int(folder.name.removeprefix("step_"))
+        return checkpoint.parse_spec(str(folder)).load_own(), int(folder.name.removeprefix("step_"))
 
     def restore(self, optimizer, model, step) -> None:
         """Load a step's moments of a model's parameters into a fresh AdamW."""
@@ -176,9 +176,9 @@ def completed(settings, defaults):
     run = Run(settings.out)
     values = asdict(settings)
     given = {name: value for name, value in values.items() if value != getattr(defaults, name)}
-    if run.has_begun() and not settings.resume:
-        raise UserError(f"{run.folder} holds a run: continue it with --resume, or choose another --out")
     begun = run.settings(kind) if settings.resume else None
+    if run.has_begun() and begun is None:
+        raise UserError(f"{run.folder} holds a run: --resume and settings.json continue it; or change --out")
     if begun is not None:
         for name in given.keys() - MAY_CHANGE:
             if given[name] != getattr(begun, name):

@@ -31,7 +31,6 @@ def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, 
     vocab_size = min(tokenizer.vocab_size, model.config.vocab_size)  # either may have more
     (prompt_tokens,) = tokenizer.encode([prompt])
     tokens = torch.tensor([[tokenizer.bos or 0, *prompt_tokens]], device=model.device)  # (1, T)
-    start = tokens.shape[1]
     for _ in runtime.progress(range(count), desc="writing", unit=" tokens", leave=False):
         state = model.hidden(tokens[:, -model.config.context_length :], last_only=True)  # (1, d)
         logits = model.unembed(state)[0, :vocab_size].float().cpu()
@@ -43,7 +42,7 @@ def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, 
         if token.item() in tokenizer.ends:
             break
         tokens = torch.cat((tokens, token[None].to(model.device)), dim=1)
-    return tokenizer.decode(tokens[0, start:].tolist())
+    return tokenizer.decode(tokens[0, 1 + len(prompt_tokens) :].tolist())
 
 
 def sample(settings: SampleSettings) -> None:

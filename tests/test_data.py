@@ -305,6 +305,14 @@ def test_command_line_and_killed_preparation(corpus, tmp_path):
 def test_a_source_that_changed(tmp_path, monkeypatch):
     """By name, size or time; a new run is refused, with the two ways out. One that goes on knows its data."""
     monkeypatch.chdir(tmp_path)
+    both = []
+    for name in ("q/a.txt", "q_a.txt"):  # two sources, one name of a data set
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(f"text of {name}\n" * 500)
+        both.append(train.Settings(source=(name,), tokenizer="bytes", sequence_length=8))
+    data.open_data(both[0], is_new=True)
+    with pytest.raises(UserError, match="q_a.txt, changed"):
+        data.open_data(both[1], is_new=True)
     Path("books").mkdir()
     for name in "ab":
         Path(f"books/{name}.txt").write_text(f"text {name}\n" * 500)

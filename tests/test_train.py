@@ -419,6 +419,8 @@ def test_python_does_what_the_command_line_does(copied, stopped, tokens, tmp_pat
     ):
         with pytest.raises(UserError, match=message):
             train.train(train.Settings(**{"out": str(copied), "resume": True} | change))
+    with pytest.raises(UserError, match="settings: Expected"):
+        train.train(train.Settings(out=str(tmp_path / "a"), source="text.txt"))
     with pytest.raises(UserError, match="--model: backcopy@1 sets it"):
         train.train(train.Settings(out=str(tmp_path / "a"), init_from="backcopy@1", model="tiny_gpt2"))
     assert train.train(small(tokens, tmp_path / "b", warmup_iters=None))
@@ -431,6 +433,15 @@ def test_another_data_set_is_refused(copied, tokens, tmp_path):
     settings = json.loads((copied / "settings.json").read_text())
     (copied / "settings.json").write_text(json.dumps(settings | {"data": other.out}))
     assert_refused(run_here("train.py", "--resume", "--out", copied), "is not the data set")
+
+
+def test_steps_without_settings_are_no_run_to_start(copied, tokens, tmp_path):
+    (copied / "settings.json").unlink()
+    before = kill_training.contents(copied)
+    config = config_file(small(tokens, copied), tmp_path)
+    for words in ([], ["--resume"]):
+        assert_refused(run_here("train.py", config, *words), f"{copied} holds a run", "settings.json")
+    assert kill_training.contents(copied) == before
 
 
 def test_what_a_killed_run_did_not_come_to_is_done(copied, stopped):
@@ -471,7 +482,7 @@ def test_continual_training_from_a_checkpoint(tokens, whole, tmp_path):
 
 @pytest.mark.parametrize("eval_every", [100, 1])  # found by a loss, by an evaluation
 def test_divergence_names_the_last_good_checkpoint(tokens, tmp_path, eval_every):
-    changes = {"learning_rate": 1e18, "warmup_iters": 0, "eval_every": eval_every, "save_every": 1}
+    changes = {"learning_rate": 1.6e7, "warmup_iters": 0, "eval_every": eval_every, "save_every": 1}
     run = tmp_path / "a"
     with pytest.raises(UserError, match="lower --learning-rate"):
         train.train(small(tokens, run, **changes))
