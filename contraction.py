@@ -12,6 +12,8 @@ reproduce/mechanisms.py.
 from dataclasses import dataclass, replace
 from typing import Literal
 
+import torch
+
 from init import SCHEMES, newborn, variant
 from lib.figures import curves
 from lib.results import Experiment, mean_over_seeds
@@ -83,6 +85,7 @@ def plot(experiment, rows, question, x, series, theories, y="mean_cosine", **opt
     curves(rows, path, question, x=x, y=y, series=series, theories=theories, **options)
 
 
+@torch.inference_mode()
 def layers(settings: NewbornSettings):
     """Which sublayer contracts? Cosine of last positions, layer by layer (BB Figures 2, 7; five minutes)"""
     experiment = NewbornExperiment("layers", "BB Figures 2, 7", settings, (64, 256))
@@ -105,6 +108,7 @@ def sublayers_apart(settings, model, T):
         yield kind, part, counts
 
 
+@torch.inference_mode()
 def cure(settings: NewbornSettings):
     """Is a newborn cured by removing the mean that all neurons share? (ours; 3 to 4 minutes)"""
     experiment = NewbornExperiment("cure", "ours", settings)

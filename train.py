@@ -81,8 +81,7 @@ class Settings(RunSettings):
 def train(settings: Settings, defaults: Settings | None = None):
     """Train, or resume; prints the loss and the time left every --log-every steps.
 
-    A setting that equals its default counts as not given; a command line's defaults are its config file's, or
-    those of the run to resume.
+    A setting equal to its default (a command line's: its config file's or resumed run's) counts as not given.
     """
     settings = from_values(Settings, vars(settings), "settings")
     settings, device, dtype = runtime.start(runs.completed(settings, defaults or Settings()))

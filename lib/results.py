@@ -1,7 +1,6 @@
 """Save and print the result of an experiment.
 
-<out>/<name>.json holds `experiment`, `paper` (its source), `settings`, `environment`, `rows` (flat objects)
-and whatever else its figure reads.
+<out>/<name>.json holds `experiment`, `paper` (its source), `settings`, `environment`, `rows`, figures' data.
 """
 
 import dataclasses

@@ -150,8 +150,7 @@ def with_constants(model, constants):
 def save_constants(path, constants, **facts) -> None:
     """Write constants, (G, D) each by layer, as keys.N and values.N, (1, G, 1, D), with `facts` as metadata.
 
-    That is what a key-value cache of `transformers` holds of one token in layer N, counted from 0;
-    docs/sinks.md has the lines that put them into one.
+    So a key-value cache of `transformers` holds one token in layer N, counted from 0 (docs/sinks.md).
     """
     tensors = {}
     for layer, (key, value) in constants.items():
