@@ -10,9 +10,8 @@
 `runs.MAY_CHANGE`. If the run does not exist yet, --resume starts it.
 
 Each epoch shuffles the training windows by the data seed, and each step takes the next ones, however many
-ranks and micro-batches there are. So a run needs no random state to resume: on a CPU it ends with the same
-bits as if it had never been killed. On SIGTERM, SIGINT or SIGUSR1 it stops after this step or the next,
-saves, and exits with status 0.
+ranks and micro-batches there are. So a run needs no random state: killed and resumed on a CPU, it ends with
+the same bits. On SIGTERM, SIGINT or SIGUSR1 it stops after this step or the next, saves, and exits with 0.
 """
 
 import math

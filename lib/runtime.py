@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.nn  # import before a group exists, or its functions' defaults keep it alive
 from tqdm import tqdm
 
 from lib.settings import RunSettings, UserError, rank
