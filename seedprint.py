@@ -23,9 +23,8 @@ from lib.random import keyed_generator, random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress
 from lib.settings import Command, Names, RunSettings, UserError, at_least, run_script
-from lineage.births import identify
-from lineage.compare import compare, matrix
-from lineage.settings import CompareSettings, IdentifySettings
+from lineage.births import IdentifySettings, identify
+from lineage.compare import CompareSettings, compare, matrix
 from sources.checkpoint import check_lengths, check_several, parse_spec, shortest_context
 
 NULLS = 10  # Gaussian pairs that the paper's test compares with

@@ -5,6 +5,7 @@ The beginning of one of its matrices is compared with what each seed draws there
 
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,14 +14,21 @@ from scipy.special import stdtr
 from init import STD, draw_weight
 from lib.results import Experiment
 from lib.runtime import progress, rank
-from lib.settings import UserError
-from lineage.settings import IdentifySettings
-from lineage.table import CHANCE_LOG10_P
+from lib.settings import Names, OutputSettings, UserError
+from lineage.judge import CHANCE_LOG10_P
 from sources.checkpoint import parse_spec
 from strangers.formats import open_spec
 
 IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix that `identify` draws for each candidate,
 FIRST_NUMBERS = 65_536  # up to this many numbers
+
+
+@dataclass
+class IdentifySettings(OutputSettings):
+    """The settings of `identify`."""
+
+    models: Names = ()  # one model: a checkpoint folder, or PRESET@SEED
+    seeds: tuple[int, int] = (0, 99_999)  # the first and the last candidate
 
 
 def identify(settings: IdentifySettings):

@@ -1,120 +1,126 @@
-"""Are two models of one birth? Read both, match each layer, fill the table, judge it, say why. (ours)
+"""Are two models of one birth? Look at bits, coordinates and neurons, and judge. (ours)
 
-A neuron is a hidden unit of an MLP. A row gives how many were matched (`units_found` of `units`), the median
-correlation of the matches (`r`), and how far they moved (`distance`: 0 for a copy, 1 for an unrelated model).
-`body_z` and `embedding_z` are z-scores: how much better the weights' coordinates agree than if permuted.
-`lineage/table.py` has the rules for the verdict.
+A neuron is a hidden unit of an MLP. A row gives how many were matched (`units_found` of `units`), and the
+median correlation of the matches (`r`); or how far matrices moved (`distance`: 0 of a copy, 1 of an unrelated
+model), where coordinates tell it. `body_z` and `embedding_z` are z-scores: how much better the weights'
+coordinates agree than if permuted. `lineage/judge.py` has the rules for the verdict.
 """
 
 import functools
 import itertools
 from dataclasses import dataclass
+from typing import Literal
 
+from init import SCHEMES
 from lib.results import Experiment
 from lib.runtime import progress, rank
-from lib.settings import UserError
-from lineage.evidence import diagonal_test, equal_parts, look, parts_looked_at, weight_correlations, why_bare
+from lib.settings import Names, OutputSettings, UserError, at_least
+from lineage.evidence import equal_layers, is_copy, look, parts_looked_at, why_bare
 from lineage.family import draw_family, lineage_figure
+from lineage.judge import COLUMNS, INCONCLUSIVE, VERDICTS, Pair, judge, row_of
 from lineage.layout import find_stacks
-from lineage.match import expect_units, likeliest_way, match_stacks
-from lineage.settings import CompareSettings
-from lineage.table import Pair, fill, judge_models, judge_stacks, language_models, why_units_cannot_tell
-from lineage.verdict import explain, unread_row
-from lineage.views import hidden_units
+from lineage.match import layers_to_read, likeliest_way, match_again, match_layers, tables_to_read
 from sources.checkpoint import check_several, parse_spec
 from strangers.formats import open_spec, token_ids
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
+FEW, MANY = 256, 1024  # directions that neurons are seen in: at first, and where these do not decide
 
 
 @dataclass
+class CompareSettings(OutputSettings):
+    """The settings of `compare` and `matrix`."""
+
+    models: Names = ()  # BASE and SUSPECTs: names on the Hub, folders, files, PRESET@SEED
+    init: Literal[SCHEMES] = "gpt2"  # initialization of PRESET@SEED
+    layers: at_least(1) = 8  # evenly spaced layers of the suspect whose neurons are matched
+    units_per_layer: at_least(2) = 1024  # neurons to match in each layer
+    neurons: bool = False  # match them even where bits and coordinates tell every layer
+
+
 class Model:
-    """One side of a comparison, made by `read_model`. Slow parts are read on first use and cached."""
+    """One side of a comparison: a checkpoint, and its stacks of layers."""
 
-    name: str
-    source: object  # the checkpoint
-    stacks: list  # runs of layers
-
-    @property
-    def is_newborn(self):
-        """Is it on no disk?"""
-        return self.source.place is None
+    def __init__(self, name, source):
+        """Reading a vector raises UserError if it is not finite."""
+        for parameter, shape in source.shapes.items():
+            if len(shape) == 1:
+                source.read(parameter)
+        self.name = name
+        self.source = source
+        stacks = find_stacks(source, name)
+        self.stacks = [stack for stack in stacks if stack.may_be_model]
+        self.others = [stack for stack in stacks if not stack.may_be_model]
 
     @functools.cached_property
     def vocabulary(self):
         """Tokens' numbers by their strings, if a tokenizer tells them."""
-        return {} if self.is_newborn else token_ids(self.source.place)
-
-    @functools.cached_property
-    def units(self):
-        """Of each stack its hidden Units by Reading (which matrix is what)."""
-        return {stack: hidden_units(stack) for stack in self.stacks}
-
-
-def read_model(name, source):
-    """The Model of a checkpoint. Reading a vector raises UserError if it is not finite."""
-    for parameter, shape in source.shapes.items():
-        if len(shape) == 1:
-            source.read(parameter)
-    return Model(name, source, find_stacks(source, name))
+        return token_ids(self.source.place) if self.source.place else {}
 
 
 def compare_models(base: Model, suspect: Model, settings: CompareSettings):
-    """The row of two models (verdict, sentence, numbers), and for figures its `layers` and `layer_map`.
+    """The row of two checkpoints (verdict, sentence, numbers), and for figures its `layers` and `layer_map`.
 
-    Bits and coordinates of a few rows come first. If these settle every layer of every possible language
-    model, nothing more is read. Otherwise neurons are matched in the layers not yet settled.
+    Each stack that may be the language model counts by the one of the other checkpoint that it is closest to.
+    Where these disagree, nothing is concluded. Other parts are compared by their bits, and named.
     """
-    pairs = [Pair(*stacks) for stacks in itertools.product(base.stacks, suspect.stacks)]
-    for pair in pairs:
-        compare_weights(pair, settings, settings.thorough)
-    told = {stack for pair in pairs if pair.is_told for stack in (pair.base, pair.suspect)}
-    is_enough = told.issuperset(language_models(base.stacks) + language_models(suspect.stacks))
-    for pair in pairs:
-        if settings.thorough or not (is_enough or told.issuperset((pair.base, pair.suspect))):
-            compare_units(pair, base, suspect, settings)
-        elif not pair.is_told:
-            pair.lack = "neurons were not looked for"
-        pair.verdict, pair.reason = judge_stacks(pair)
-    return explain(base, suspect, pairs, *judge_models(pairs))
+    stacks = itertools.product(base.stacks, suspect.stacks)
+    pairs = [compare_stacks(*both, base, suspect, settings) for both in stacks]
+    closest = []
+    for stack in suspect.stacks + base.stacks:
+        own = [pair for pair in pairs if stack in (pair.base, pair.suspect)]
+        closest.append(min(own, key=lambda pair: VERDICTS.index(pair.verdict)))
+    row, details = row_of(closest[0])
+    if len({pair.verdict for pair in closest}) > 1:
+        parts = {f"`{pair.suspect.part}` and the base's `{pair.base.part}`": pair for pair in closest}
+        said = [f"{parts_of}: {pair.verdict}: {pair.sentence}" for parts_of, pair in parts.items()]
+        row |= {"verdict": INCONCLUSIVE, "sentence": f"its parts differ: {'; '.join(said)}"}
+    for stack in suspect.others:
+        equal = [other.part for other in base.stacks + base.others if is_copy(stack, other)]
+        how = f"begins bit for bit as the base's `{equal[0]}`" if equal else "was not looked at"
+        row["sentence"] += f"; its `{stack.part}` {how}"
+    return row, details
 
 
-def compare_weights(pair, settings, is_thorough):
-    """Compare bits and coordinates of two stacks: of few rows, or of all."""
+def compare_stacks(base_stack, suspect_stack, base, suspect, settings):
+    """The judged Pair of two stacks.
+
+    Bits and coordinates of a few rows come first. If these settle every layer, nothing more is read.
+    Otherwise neurons are matched, at first in few directions.
+    """
+    pair = Pair(base_stack, suspect_stack)
+    pair.bare = " and ".join(filter(None, map(why_bare, (base_stack, suspect_stack))))
+    pair.coordinates, pair.alike = look(base_stack, suspect_stack)
+    pair.equal, pair.has_equal = equal_layers(base_stack, suspect_stack)
+    if settings.neurons or not (pair.bare or all(row.ground for row in pair.rows)):
+        compare_neurons(pair, (base.vocabulary, suspect.vocabulary), settings)
+    judge(pair)
+    return pair
+
+
+def compare_neurons(pair, vocabularies, settings):
+    """Look for neurons: in few directions, and in many where these leave a doubt."""
     stacks = (pair.base, pair.suspect)
-    if is_thorough:
-        correlations, pair.namesakes = weight_correlations(*stacks)
-        for kind, correlation in correlations.items():
-            key = (kind, settings.permutation_seed)
-            pair.coordinates[kind] = diagonal_test(correlation, key, settings.permutations)
-    else:
-        pair.coordinates, pair.namesakes = look(*stacks)
-    pair.equal, pair.has_equal = equal_parts(*stacks, is_thorough)
-    pair.is_whole = is_thorough
-    pair.bare = " and ".join(filter(None, map(why_bare, stacks)))
-    fill(pair)
-
-
-def compare_units(pair, base, suspect, settings):
-    """Look for neurons of layers without a ground; compare all rows where no units can tell."""
-    layers = [row.layer for row in pair.rows if not row.ground]
-    if settings.thorough or len(layers) == len(pair.rows):
-        layers = None
-    units = (base.units[pair.base], suspect.units[pair.suspect])
-    if all(units):
-        expect_units(units[0][0], units[1][0], settings, layers)
-    vocabularies = (base.vocabulary, suspect.vocabulary)
-    way, lack = likeliest_way(*units, vocabularies, settings.units_per_layer)
-    if way is not None:
-        pair.match = match_stacks(way, settings, layers)
-    fill(pair)
-    pair.lack = why_units_cannot_tell(pair, "" if way else lack)
-    if pair.lack and not pair.is_whole:
-        compare_weights(pair, settings, True)
+    shown = layers_to_read(*stacks, settings.layers)
+    for stack, layers, tables in zip(stacks, shown, tables_to_read(*stacks)):
+        mlps = itertools.chain(*(stack.mlps[layer - 1] for layer in layers))
+        names = {name for mlp in mlps for name in mlp.matrices.values()}
+        stack.source.expect((name, ()) for name in names.union(tables))
+    way, lack = likeliest_way(*stacks, vocabularies, FEW)
+    if way is None:
+        pair.lack = lack
+        return
+    pair.matched, pair.layer_map = match_layers(way, settings.layers, settings.units_per_layer)
+    pair.num_tokens, pair.likeness = way.num_tokens, way.likeness
+    if not pair.is_kin:
+        pair.matched = match_again(way, pair.matched, MANY, settings.units_per_layer)
+    is_lone = [stack.has_lone_table for stack in stacks]
+    if is_lone[0] != is_lone[1] and all(stack.heads == stack.tables for stack in stacks):
+        pair.lack = "an embedding matrix is compared with what may be a head"
 
 
 def compare(settings: CompareSettings):
-    """Does each suspect share its initialization with the base? Takes 20 s for a pair of 135M parameters.
+    """Does each suspect share its initialization with the base? Takes 5 s for a pair of 135M parameters.
 
     A suspect that cannot be read gets the verdict `not read`; the others are compared; the exit status is 2.
     """
@@ -126,7 +132,8 @@ def compare(settings: CompareSettings):
         try:
             row, detail = compare_models(base, open_model(name, settings), settings)
         except UserError as error:
-            row, detail = unread_row(error)
+            row = dict.fromkeys(COLUMNS.split()) | {"verdict": "not read", "sentence": str(error)}
+            detail = {"layers": [], "layer_map": {}}
             unread.append(error)
         rows.append({"base": base_name, "suspect": name} | row)
         details.append(detail)
@@ -160,4 +167,4 @@ def open_model(name, settings: CompareSettings):
     """The Model that a name stands for, of any architecture; UserError if it cannot be read."""
     source = open_spec(parse_spec(name, settings.init, in_parts=True), any_architecture=True)
     source.expect((name, part) for name, shape in source.shapes.items() for part in parts_looked_at(shape))
-    return read_model(name, source)
+    return Model(name, source)

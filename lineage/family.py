@@ -1,62 +1,41 @@
 """Who belongs to whom? The figures of `seedprint.py compare` and `matrix` (BB Table 4)"""
 
-import sys
-
 import numpy as np
 
 from lib.figures import new_figure, save_figure, short_names
-from lib.runtime import rank
-from lineage.table import PART_IN_COMMON, SAME_BIRTH
+from lineage.judge import SAME_BIRTH
 
 
 def draw_family(path, models, rows) -> None:
     """Draw models as a tree and a heat map. The rows are of all pairs, in `combinations`' order."""
-    from scipy.spatial.distance import squareform  # which takes a while that `compare` need not
-
-    names = [model.name for model in models]
-    bare = [model.name for model in models if not model.stacks[0].layers]
-    if bare and rank() == 0:
-        print(f"left out of the tree, without layers: {', '.join(bare)}", file=sys.stderr)
-    closeness = squareform([kinship(row) for row in rows]) + np.eye(len(names))
-    have_part = squareform([row["verdict"] == PART_IN_COMMON for row in rows])
-    label = "closeness: 1 - distance (o: a part in common)"
-    family_tree(path, names, closeness, label, bare, have_part)
-
-
-def kinship(row):
-    """How close two models are: 0 unless of one birth, since strangers share units and parts, too."""
-    if row["verdict"] != SAME_BIRTH:
-        return 0.0
-    if row["distance"] is not None:
-        return 1 - row["distance"]
-    return 1.0 if row["body_r"] is None else row["body_r"]  # None: the bits are equal, the names are not
-
-
-def family_tree(path, names, closeness, label, left_out, marked) -> None:
-    """Draw models as a tree and a heat map of `closeness` (n, n); `marked` pairs (n, n) get a circle."""
     from scipy.cluster.hierarchy import dendrogram, linkage  # half a second to import
     from scipy.spatial.distance import squareform
 
-    count = len(names)
+    count = len(models)
+    closeness = squareform([kinship(row) for row in rows]) + np.eye(count)
+    closeness[[not model.stacks[0].layers for model in models]] = np.nan  # grey: nothing to compare
     size = (2.5 + 0.45 * count, 2 + 0.55 * count)
     figure, ((tree, heat),) = new_figure("Which models are of one birth?", 1, 2, *size, width_ratios=(1, 2))
-    order = [i for i in range(count) if names[i] not in left_out]
-    if len(order) > 1:
-        distances = squareform(1 - np.clip(closeness[np.ix_(order, order)], 0, 1), checks=False)
-        leaves = dendrogram(linkage(distances, "average"), ax=tree, orientation="left")["leaves"]
-        order = [order[leaf] for leaf in leaves]
-    tree.set(xlabel="distance", title="family tree", yticks=[], ylim=(0, 10 * count))
-    shown = np.full((count, count), np.nan)
-    shown[: len(order), : len(order)] = closeness[np.ix_(order, order)]
-    order += [i for i in range(count) if i not in order]
+    distances = squareform(1 - np.nan_to_num(closeness).clip(0, 1), checks=False)
+    order = dendrogram(linkage(distances, "average"), ax=tree, orientation="left")["leaves"]
+    tree.set(xlabel="distance", title="family tree", yticks=[])
     heat.set_facecolor("lightgrey")
+    shown = closeness[np.ix_(order, order)]
     image = heat.imshow(shown, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
-    heat.scatter(*np.nonzero(marked[np.ix_(order, order)]), edgecolors="white", facecolors="none")
-    labels = [short_names(names)[i] for i in order]
+    labels = [short_names([model.name for model in models])[i] for i in order]
     heat.set_xticks(range(count), labels, rotation=40, ha="right", fontsize=8)
     heat.set_yticks(range(count), labels, fontsize=8)
-    figure.colorbar(image, label=label)
+    figure.colorbar(image, label="closeness: 1 - distance, or r of neurons")
     save_figure(figure, path)
+
+
+def kinship(row):
+    """How close two models are, by their matrices or else by their neurons; 0 unless of one birth."""
+    if row["verdict"] != SAME_BIRTH:
+        return 0.0  # strangers share neurons, too
+    if row["distance"] is not None:
+        return 1 - row["distance"]
+    return 1.0 if row["r"] is None else row["r"]  # None: the bits are equal, the names are not
 
 
 def lineage_figure(path, base, rows, details) -> None:

@@ -1,365 +1,234 @@
-"""Whose neurons are these? Matches the units of two models, by weights alone (ours).
+"""Whose neurons are these? Matches the neurons of two models, by weights alone (ours).
 
-How units are matched is in `lineage/matching.py`, and what their views are in `lineage/views.py`. Models that
-learnt to predict the same words come to share units near the head: `lineage/table.py` weighs that.
+How neurons are matched is in `lineage/matching.py`, and what their views are in `lineage/views.py`. Models
+that learnt to predict the same words come to share neurons near the head: `lineage/judge.py` weighs that.
 """
 
 import itertools
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from lib.random import keyed_generator
 from lib.runtime import progress
 from lib.settings import UserError
-from lineage.layout import TRIED
+from lineage.judge import FEWEST_TOKENS, HALF, Row, distinct, mark_neurons
+from lineage.layout import BATCH
 from lineage.matching import matched_units, mutual_neighbours
-from lineage.table import BASE_R, DEEP, FEWEST_TOKENS, FEWEST_UNITS, HALF, Match, Row, distinct, mark_units
-from lineage.views import MOST_TOKENS, Units, cross_products, evenly_spaced, in_turns, living_units, whitener
+from lineage.views import Neurons, evenly_spaced, living, readings, token_rows
 
-MAP_UNITS = 256  # of each MLP of a base that the layer map counts, at most: of DEEP layers; of more fewer,
-TRIAL_UNITS = 64  # but so many at least; and by so many ways to read two models are tried
+TOKENS, LEAST = 16, 2**14  # for each dimension, or in all, by which two models are compared
+SMALLEST_EIGENVALUE = 1e-6  # of a table's Gram matrix, in units of their mean: smaller ones are raised
+MAP_UNITS = 64  # of each layer of a base that the layer map counts
+TRIED = 3  # layers, at most, where ways to read two models are tried
 CERTAIN = 0.95  # of the most that a way can find: from here on no other one is tried
-LARGE = 2**15  # width times MLPs, from which on DEEP layers are read, unless more are asked for
 AS_CLOSE = 0.9  # of the largest share: of a base's layers with as much, the one at its depth is closest
 EXCHANGED = {"gate": "up", "up": "gate", "down": "down"}
 
 
 @dataclass
 class Way:
-    """A way to read two stacks that are compared."""
+    """A way to read two stacks that are compared, by tokens that both have."""
 
-    base: Units
-    suspect: Units
-    tokens: tuple  # the ids (n,) of the tokens that both have, in each of them
-    basis: dict  # what leads from the base's views to the suspect's, by view
-    tried: dict = field(default_factory=dict)  # views of the suspect's MLPs that were tried, by number
+    base: Neurons
+    suspect: Neurons
+    basis: Tensor  # what leads from the base's views to the suspect's, (k, k)
+    num_tokens: int  # that they share
+    likeness: float | None  # of the tables in any basis: 1 of a copy, 0 of random ones
+    how: tuple  # the arguments of `way_by`
     is_exchanged: bool = False  # the suspect's gates are called up
 
-    def role(self, view):
-        """What the suspect calls the weights of a view."""
-        return EXCHANGED[view] if self.is_exchanged else view
-
-    def views(self, number):
-        """The views of an MLP of the suspect."""
-        views = self.tried.get(number) or self.suspect.views(number)
-        return {self.role(view): columns for view, columns in views.items()}
+    def views(self, layer):
+        """The views of a layer of the suspect, by the base's names."""
+        views = self.suspect.views(layer)
+        return {EXCHANGED[view] if self.is_exchanged else view: views[view] for view in views}
 
 
-def equal_ids(base: Units, suspect: Units):
-    """The ids (n,) of the tokens that two models share, in each of them, if one number is one token."""
-    ids = torch.arange(min(base.num_tokens, suspect.num_tokens))
-    return ids, ids
+def way_by(stacks, read, tokens, directions):
+    """The Way of two stacks by a Reading of each, and by the ids (n,) of shared tokens in each of them.
+
+    Views of models wider than `directions` are seen in so many: random ones of the base's Q, and those of the
+    suspect's Q that they lead to.
+    """
+    width = max(stack.width for stack in stacks)
+    chosen = evenly_spaced(len(tokens[0]), max(LEAST, TOKENS * width))
+    seen = [token_rows(s, r.table, ids[chosen]) for s, r, ids in zip(stacks, read, tokens)]
+    roots = [root_of(rows) for rows in seen]
+    basis = torch.linalg.solve_triangular(roots[0].T, products(*seen), upper=False)  # Q'Q, (d, e)
+    basis = torch.linalg.solve_triangular(roots[1], basis, upper=True, left=False).float()
+    likeness, (narrow, wide) = None, sorted(basis.shape)
+    if len(chosen) >= FEWEST_TOKENS * wide:
+        by_chance = wide / len(chosen)  # the mean of random tables: they share dimensions
+        likeness = (basis.square().sum().item() / narrow - by_chance) / (1 - by_chance)
+    first, second = (root.float() for root in roots)
+    if len(first) > directions:
+        numbers = keyed_generator("directions", len(first)).standard_normal((len(first), directions), "f4")
+        shown = torch.linalg.qr(torch.from_numpy(numbers)).Q.T
+        first, basis = shown @ first, shown @ basis
+    if len(second) > directions:
+        shown = torch.linalg.qr(basis.T).Q.T
+        second, basis = shown @ second, basis @ shown.T
+    neurons = [Neurons(*each) for each in zip(stacks, read, (first, second))]
+    return Way(*neurons, basis, len(tokens[0]), likeness, (stacks, read, tokens))
 
 
-def ids_by_string(base: Units, suspect: Units, vocabularies):
-    """The same if one string is one token, by each model's {string: id}; None where that tells no more."""
+def products(a: Tensor, b: Tensor) -> Tensor:
+    """A'B of two tables of equal rows, (n, d) and (n, e), in float64."""
+    return sum((rows_a.T @ rows_b).double() for rows_a, rows_b in zip(a.split(BATCH), b.split(BATCH)))
+
+
+def root_of(rows: Tensor) -> Tensor:
+    """R (d, d) float64, upper triangular, of the QR decomposition of a table's centred rows (n, d)."""
+    gram = products(rows, rows)
+    gram.diagonal().add_(SMALLEST_EIGENVALUE * gram.diagonal().mean())
+    root, failure = torch.linalg.cholesky_ex(gram)
+    if failure:
+        raise UserError("an embedding matrix is not finite, or varies in too few directions")
+    return root.T
+
+
+def shared_tokens(counts, vocabularies):
+    """Yield the ids (n,) of the tokens that two tables of so many rows share: by string, and by number."""
     ours, theirs = vocabularies
-    known = [token for token, number in ours.items() if number < base.num_tokens]
-    shared = [token for token in known if theirs.get(token, suspect.num_tokens) < suspect.num_tokens]
+    known = [token for token, number in ours.items() if number < counts[0]]
+    shared = [token for token in known if theirs.get(token, counts[1]) < counts[1]]
     ids = [torch.tensor([vocabulary[token] for token in shared]) for vocabulary in vocabularies]
-    return None if not shared or torch.equal(*ids) else ids
+    if shared and not torch.equal(*ids):
+        yield ids
+    yield [torch.arange(min(counts))] * 2
 
 
-def seen_alike(base, suspect, tokens):
-    """Two models, wide ones seen in the same few directions of the base's Q; and their basis."""
-    basis = basis_correlations(base, suspect, tokens)
-    base = base.seen_in_few
-    for view, directions in base.directions.items():
-        basis[view] = directions @ basis[view]
-    suspect = suspect.seen_in(basis)
-    for view, directions in suspect.directions.items():
-        basis[view] = basis[view] @ directions.T
-    return base, suspect, basis
+def tables_to_read(base, suspect):
+    """The tables of two stacks; where one has a lone one, which may be a head, their heads, too."""
+    is_open = base.has_lone_table or suspect.has_lone_table
+    return [[*dict.fromkeys(stack.tables + stack.heads * is_open)] for stack in (base, suspect)]
 
 
-def basis_correlations(base: Units, suspect: Units, tokens):
-    """What leads from one model's views to another's: by view, correlations of their tables' Q, (d, e)."""
-    chosen = evenly_spaced(len(tokens[0]), MOST_TOKENS)
-    ids_a, ids_b = (ids[chosen] for ids in tokens)
-    basis = {}
-    for view in ("up", "down"):
-        names = (base.tables_of[view], suspect.tables_of[view])
-        if view == "down" and names == (base.tables_of["up"], suspect.tables_of["up"]):
-            basis[view] = basis["up"]  # both heads are tied
-            continue
-        (a, root_a), (b, root_b) = base.table(view), suspect.table(view)
-        to_a, to_b = whitener(a, ids_a, root_a), whitener(b, ids_b, root_b)
-        basis[view] = to_a @ cross_products(a, ids_a, b, ids_b).float() @ to_b.T
-    basis["gate"] = basis["up"]
-    return basis
+def likeliest_way(base, suspect, vocabularies, directions):
+    """The Way to read two stacks that finds most in a few layers; the first that finds nearly all is taken.
 
-
-def layers_to_read(base: Units, suspect: Units, limit, layers=None):
-    """The numbers of the MLPs of each model that are compared: of a base of another depth all.
-
-    Of the suspect those of some `layers` are, or of all, and of the base then those at the same places.
-    """
-    at_same_places = layers is None and len(base.layers) == len(suspect.layers)
-    return base.numbers(limit if at_same_places else None), suspect.numbers(limit, layers)
-
-
-def most_layers(base: Units, suspect: Units, settings):
-    """In how many layers, at most, are neurons looked for? None: in all."""
-    is_large = any(units.width * len(units.mlps) > LARGE for units in (base, suspect))
-    return DEEP if is_large and settings.layers is None else settings.layers
-
-
-def expect_units(base: Units, suspect: Units, settings, layers):
-    """Fetch what shows the neurons of two models, where it is on the Hub: tables and MLPs."""
-    numbers = layers_to_read(base, suspect, most_layers(base, suspect, settings), layers)
-    for units, places in zip((base, suspect), numbers):
-        names = {name for place in places for name in units.mlps[place].matrices.values()}
-        names.update(itertools.chain(*units.stack.tables, *units.stack.heads))
-        units.stack.source.expect((name, ()) for name in names)
-
-
-def pairings(bases, suspects, vocabularies):
-    """Yield the Units of a base and of a suspect, and the tokens that both have, by string or by number."""
-    for base, suspect in itertools.product(bases, suspects):
-        have_heads = base.stack.has_head and suspect.stack.has_head
-        if have_heads and any(units.reading.head == units.reading.table for units in (base, suspect)):
-            continue  # a table is tried as its model's head where one of them has none
-        for tokens in (ids_by_string(base, suspect, vocabularies), equal_ids(base, suspect)):
-            if tokens:
-                yield base, suspect, tokens
-
-
-def ways_to_read(base: Units, suspect: Units, tokens):
-    """Yield the Ways to compare two models by these tokens: a suspect's gate may be called up."""
-    base, suspect, basis = seen_alike(base, suspect, tokens)
-    _, tried = layers_to_read(base, suspect, TRIED)
-    way = Way(base, suspect, tokens, basis, {number: suspect.views(number) for number in tried})
-    base_turns, turns = likeliest_turns(way)
-    if (base_turns, turns) != (1, 1):
-        base, suspect = in_turns(base, base_turns), in_turns(suspect, turns)
-        way = Way(base, suspect, tokens, basis, {number: suspect.views(number) for number in tried})
-    yield way
-    if all(len(mlp.views) == 3 for mlp in base.mlps + suspect.mlps):
-        yield replace(way, is_exchanged=True)
-
-
-def likeliest_turns(way: Way):
-    """In how many turns gate and up lie in one matrix of the base's MLPs, and of the suspect's; 1 if apart.
-
-    Whosever they are, rows have partners in the other model, and so have units, by their down weights. Those
-    turns are taken by which most rows have theirs in the partner of the unit that they are of.
-    """
-    votes = Counter()
-    ours, theirs = layers_to_read(way.base, way.suspect, TRIED)
-    if any("gate_up" in mlp.matrices for mlp in way.base.mlps + way.suspect.mlps):
-        for base_number in ours:
-            base_views = way.base.views(base_number)
-            for number in theirs:
-                views = way.views(number)
-                if len(base_views) == len(views) == 3:
-                    mlps = (way.base.mlps[base_number], way.suspect.mlps[number])
-                    votes.update(votes_for_turns(way.basis, mlps, base_views, views))
-    return max(votes, key=votes.get, default=(1, 1))
-
-
-def votes_for_turns(basis, mlps, base_views, views):
-    """Of how many rows of an MLP of a base does the partner belong to their unit's? By pair of turns."""
-    counts = [each["down"].shape[1] for each in (base_views, views)]
-    rows, their_rows = (torch.cat([each["gate"], each["up"]], dim=1) for each in (base_views, views))
-    shown = torch.tensor(evenly_spaced(2 * counts[0], MAP_UNITS))
-    partners = (rows[:, shown].T @ basis["up"] @ their_rows).abs_().argmax(dim=1)
-    divisors = [[1], [1]]
-    for mlp, count, turns in zip(mlps, counts, divisors):
-        turns += [n for n in range(2, count + 1) if count % n == 0 and "gate_up" in mlp.matrices]
-    votes = {}
-    for base_turns in divisors[0]:
-        down = base_views["down"][:, unit_of(shown, base_turns, counts[0])]
-        owners = (down.T @ basis["down"] @ views["down"]).abs_().argmax(dim=1)
-        for turns in divisors[1]:
-            votes[base_turns, turns] = int((unit_of(partners, turns, counts[1]) == owners).sum())
-    return votes
-
-
-def unit_of(rows, turns, count):
-    """The units, of so many, that rows of gate and up in one matrix are of."""
-    size = count // turns
-    return rows // (2 * size) * size + rows % size
-
-
-def likeliest_way(bases, suspects, vocabularies, units):
-    """The Way to read two models that finds most in a few layers; the first that finds nearly all is taken.
-
-    `bases` and `suspects` are Units by each Reading. A way that chance may have found is not taken: then the
-    likeliest is. If no way can be compared it is None; and the last UserError says why, else "".
+    Tokens are shared by string or by number, whichever makes the tables more alike. A way that chance may
+    have found is not taken: then the first is. If none can be compared it is None; and a UserError says why.
     """
     first, best, most, lack = None, None, 0.0, ""
-    for pairing in pairings(bases, suspects, vocabularies):
+    ours, theirs = layers_to_read(base, suspect, TRIED)
+    for read in itertools.product(*map(readings, (base, suspect), tables_to_read(base, suspect))):
         try:
-            for way in ways_to_read(*pairing):
-                columns = map_columns(way, *layers_to_read(way.base, way.suspect, TRIED), units, TRIAL_UNITS)
-                score = sum((shares * strengths).max().item() for _, _, shares, strengths in columns)
+            counts = [s.source.shapes[r.table][0] for s, r in zip((base, suspect), read)]
+            shared = shared_tokens(counts, vocabularies)
+            ways = [way_by((base, suspect), read, tokens, directions) for tokens in shared]
+            likeliest = max(ways, key=lambda way: way.likeness or 0.0)
+            for way in (likeliest, replace(likeliest, is_exchanged=True)):
+                columns = map_columns(way, ours, theirs)
+                score = sum((shares * strengths).max().item() for _, shares, strengths in columns)
                 first = first or way
                 if score > max(most, HALF):
                     best, most = way, score
-                if score >= CERTAIN * len(way.tried):
+                if score >= CERTAIN * len(theirs):
                     return best, lack
         except UserError as error:  # a decoy's numbers, perhaps
             lack = str(error)
     return best or first, lack
 
 
-def match_stacks(way: Way, settings, layers=None):
-    """Which units of each MLP of a suspect are matched in the closest of a base? The Match of two stacks.
+def layers_to_read(base, suspect, limit):
+    """The layers of two stacks that are compared, up to `limit`; of a base of another depth all."""
+    ours, theirs = ([n for n, mlps in enumerate(s.mlps, start=1) if mlps] for s in (base, suspect))
+    places = evenly_spaced(len(ours), limit if len(ours) == len(theirs) else None)
+    return [ours[place] for place in places], [theirs[place] for place in evenly_spaced(len(theirs), limit)]
 
-    Those of the suspect's `layers` are looked for (None: of all), up to `settings.units_per_layer` of an MLP,
-    in up to `settings.layers` layers (None: all, or DEEP of large models). If one of these alone is the
-    base's, all layers are read.
+
+def match_layers(way: Way, limit, units):
+    """The Rows of the suspect's layers, up to `limit` (None: all), and the layer map.
+
+    Which units of each are matched in the closest layer of the base? If one alone is the base's, all layers
+    are read.
     """
-    limit = most_layers(way.base, way.suspect, settings)
-    null = null_of(way, settings.permutation_seed)
-    rows, layer_map = match_layers(way, null, limit, layers, settings.units_per_layer)
-    found = [(row.layer, row.closest) for row in rows if row.has_units_of_base]
-    if distinct(found) == 1 and limit is not None:  # is it the only one?
-        rows, layer_map = match_layers(way, null, None, layers, settings.units_per_layer)
-    return Match(rows, layer_map, len(way.tokens[0]), table_likeness(way))
-
-
-def null_of(way: Way, key):
-    """The basis of a Way with one model's tokens permuted by `key`, which breaks what ties the two alone."""
-    generator = keyed_generator("null of units", key)
-    if way.base.directions or way.suspect.directions:  # whose order ties the two alone, as well
-        order = torch.from_numpy(generator.permutation(len(way.basis["up"])))
-        return {view: leading[order] for view, leading in way.basis.items()}
-    ids_a, ids_b = way.tokens
-    order = torch.from_numpy(generator.permutation(len(ids_b)))
-    return basis_correlations(way.base, way.suspect, (ids_a, ids_b[order]))
-
-
-def table_likeness(way: Way):
-    """How alike two embedding matrices are in any basis: 1, or about 0 of random ones; None of few tokens."""
-    narrow, wide = sorted((way.base.width, way.suspect.width))
-    num_tokens = len(way.tokens[0])
-    if num_tokens < FEWEST_TOKENS * wide:
-        return None
-    basis = way.basis["up"]
-    alike = basis.square().sum().item() * (way.base.width / len(basis)) / narrow
-    by_chance = wide / num_tokens  # the mean of random tables: they share dimensions
-    return (alike - by_chance) / (1 - by_chance)
-
-
-def match_layers(way: Way, null, limit, layers, units):
-    """The Rows of the suspect's MLPs in up to `limit` of some `layers` (None: all), and the layer map."""
-    ours, theirs = layers_to_read(way.base, way.suspect, limit, layers)
-    if not theirs:
-        return [], {}
-    few = min(MAP_UNITS, max(TRIAL_UNITS, DEEP * MAP_UNITS // len(ours)))
+    ours, theirs = layers_to_read(way.base.stack, way.suspect.stack, limit)
     rows, shares = [], []
-    for number, views, column, _ in map_columns(way, ours, theirs, units, few):
+    for layer, column, _ in map_columns(way, ours, theirs):
         own_place = len(shares) * len(ours) // len(theirs)
         (close,) = np.nonzero(column.numpy() >= AS_CLOSE * column.max().item())
         closest = ours[close[abs(close - own_place).argmin()]]  # of those, the nearest to its own place
-        rows.append(match_mlps(way, closest, number, views, null, units))
+        rows.append(match_layer(way, closest, layer, units))
         shares.append(column.tolist())
-    mark_units(rows)
-    return rows, {
-        "base": [way.base.mlps[number].label for number in ours],
-        "suspect": [way.suspect.mlps[number].label for number in theirs],
-        "share": np.transpose(shares).tolist(),
-    }
+    mark_neurons(rows)
+    found = [(row.layer, row.closest) for row in rows if row.has_neurons_of_base]
+    if distinct(found) == 1 and limit is not None:  # is it the only one?
+        return match_layers(way, None, units)
+    labels = [[f"layer {layer}" for layer in layers] for layers in (ours, theirs)]
+    return rows, {"base": labels[0], "suspect": labels[1], "share": np.transpose(shares).tolist()}
 
 
-def map_columns(way: Way, ours, theirs, units, few):
-    """Yield for each of the suspect's MLPs in `theirs` its number, views, and its column of the layer map.
+def match_again(way: Way, rows, directions, units):
+    """The Rows, of which those that are doubtful are seen in more directions."""
+    if any(row.is_doubtful for row in rows):
+        way = replace(way_by(*way.how, directions), is_exchanged=way.is_exchanged)
+        rows = [match_layer(way, r.closest, r.layer, units) if r.is_doubtful else r for r in rows]
+        mark_neurons(rows)
+    return rows
 
-    What share of `few` units of each of the base's MLPs in `ours` is matched in it, of those that could be,
-    and their median strength: (MLPs,) each. The gate is compared where up and down do not settle it.
+
+def map_columns(way: Way, ours, theirs):
+    """Yield for each of the suspect's layers in `theirs` its number, and its column of the layer map.
+
+    What share of a few units of each of the base's layers in `ours` is matched in it, of those that could be,
+    and their median strength: (layers,) each. The gate is compared where up and down do not settle it.
     """
-    sizes, sampled, living = [], [], []  # of each MLP of the base: units shown; of them, and in all, living
-    rows = defaultdict(list)
-    for number in progress(ours, desc="units of the base's layers", leave=False):
-        chosen, views, living_in_all = way.base.sample(number, units)
-        shown = evenly_spaced(len(chosen), few)
-        views = {view: columns[:, shown] for view, columns in views.items()}
-        for view, columns in views.items():
-            rows[view].append(columns.T)
-        sizes.append(len(shown))
-        sampled.append(living_units(views))
-        living.append(living_in_all)
-    whole = [view for view in ("up", "down", "gate") if len(rows[view]) == len(ours)]
-    rows = {view: torch.cat(rows[view]) @ way.basis[view] for view in whole}  # (units, e) each
-    for number in progress(theirs, desc="units of the suspect's layers", leave=False):
-        views = way.views(number)
-        living_theirs = living_units(views)
-        shares = torch.zeros(len(ours))
-        strengths = torch.zeros(len(ours))
+    samples = []
+    for layer in progress(ours, desc="the base's layers", leave=False):
+        views = way.base.views(layer)
+        samples.append({view: v[:, evenly_spaced(v.shape[1], MAP_UNITS)] for view, v in views.items()})
+    for layer in progress(theirs, desc="the suspect's layers", leave=False):
+        views = way.views(layer)
+        shares, strengths = torch.zeros(2, len(ours))
         neighbours = [[] for _ in ours]
-        for view in rows:
+        for view in ("up", "down", "gate"):
             if shares.max() > HALF or view not in views:
-                break
-            correlations = (rows[view] @ views[view]).abs_()  # (units, m)
-            for place, block in enumerate(correlations.split(sizes)):
-                neighbours[place].append(mutual_neighbours(block))
-                places, _, matched = matched_units(neighbours[place])
-                could_match = sampled[place] * min(1, living_theirs / max(1, living[place]))
-                if len(places):
-                    shares[place] = min(1, len(places) / could_match)
-                    strengths[place] = matched.median()
-        yield number, views, shares, strengths
+                continue
+            seen = way.basis @ views[view]  # (k, m)
+            for place, sample in enumerate(samples):
+                if view in sample:
+                    neighbours[place].append(mutual_neighbours((sample[view].T @ seen).abs_()))
+                    places, _, matched = matched_units(neighbours[place])
+                    if len(places):
+                        share_alive = min(1, living(views) / living(way.base.views(ours[place])))
+                        could_match = living(sample) * share_alive
+                        shares[place] = min(1, len(places) / could_match)
+                        strengths[place] = matched.median()
+        yield layer, shares, strengths
 
 
-def match_mlps(way: Way, base_number, number, views, null, units):
-    """The Row of an MLP of the suspect, of these `views`, with one of the base."""
-    base_mlp, mlp = way.base.mlps[base_number], way.suspect.mlps[number]
-    chosen, base_views, base_living = way.base.sample(base_number, units)
-    chosen_theirs = list(range(views["up"].shape[1]))
-    if base_living > living_units(views):  # units of the smaller MLP are sampled: all can be matched
-        base_views = way.base.views(base_number)
-        chosen = list(range(base_views["up"].shape[1]))
-        chosen_theirs = evenly_spaced(len(chosen_theirs), units)
-        views = {view: columns[:, chosen_theirs] for view, columns in views.items()}
-    matched = []  # as they are, and by chance
-    for basis in (way.basis, null):
-        neighbours = []
-        for view in [view for view in base_views if view in views]:
-            correlations = base_views[view].T @ basis[view] @ views[view]  # (n, m)
-            neighbours.append(mutual_neighbours(correlations.abs_()))
-        matched.append(matched_units(neighbours))
-    (places, partners, strengths), (by_chance, _, _) = matched
-    r = strengths.median().item() if len(places) else 0.0
-    base_units = torch.tensor(chosen)[places]
-    suspect_units = torch.tensor(chosen_theirs)[partners]
-    far = None  # which gains would tell
-    if base_mlp.knows_norm and mlp.knows_norm:
-        # The gate, if both have one: signs of up can be flipped. If units that match well are far, it is up.
-        for view in ("gate", "up"):
-            if view in base_views and view in views and (far is None or far > r >= BASE_R):
-                ours = way.base.rows(base_number, view)[base_units]
-                theirs = way.suspect.rows(number, way.role(view))[suspect_units]
-                far = distance(ours, theirs)
-    return Row(
-        layer=mlp.layer,
-        label=mlp.label,
-        closest=base_mlp.layer,
-        base_label=base_mlp.label,
-        num_middle=way.base.stack.is_middle(base_mlp.layer) + way.suspect.stack.is_middle(mlp.layer),
-        found=len(places),
-        units=min(living_units(base_views), living_units(views)),
-        r=r,
-        by_chance=len(by_chance),
-        in_place=int((base_units == suspect_units).sum()),
-        distance=far,
-    )
+def match_layer(way: Way, base_layer, layer, units):
+    """The Row of a layer of the suspect with one of the base: of the smaller one up to so many units.
 
-
-def distance(rows_a, rows_b):
-    """How far apart are matched neurons' weights, (n, d) and (n, e) each? From 0, equal, to 1, unrelated.
-
-    One minus the correlation of their numbers, in whatever basis: the cosines between units of one model are
-    compared with those of the other, and these agree as much as the correlation's square. None for few units.
+    By chance are matched those that are where one model's basis is permuted, which breaks what ties the two.
     """
-    if len(rows_a) < FEWEST_UNITS:
-        return None
-    cosines = []
-    for rows in (rows_a, rows_b):
-        rows = rows / rows.norm(dim=1, keepdim=True).clamp(min=1e-30)
-        cosines.append((rows @ rows.T).fill_diagonal_(0).flatten().double())
-    agreement = torch.cosine_similarity(*cosines, dim=0).clamp(0, 1).item()
-    return round(1 - agreement**0.5, 9)  # what is smaller is rounding's
+    both = [way.base.views(base_layer), way.views(layer)]
+    common = [view for view in both[0] if view in both[1]]
+    both = [{view: views[view] for view in common} for views in both]
+    counts = [next(iter(views.values())).shape[1] if views else 0 for views in both]
+    alive = [living(views) for views in both]
+    smaller = int(alive[0] > alive[1])  # all of its units can be matched
+    chosen = [list(range(count)) for count in counts]
+    chosen[smaller] = evenly_spaced(counts[smaller], units)
+    ours, theirs = ({view: v[:, ids] for view, v in views.items()} for views, ids in zip(both, chosen))
+    order = torch.from_numpy(keyed_generator("null of units").permutation(len(way.basis)))
+    matched = []  # as they are, and by chance
+    for basis in (way.basis, way.basis[order]):
+        pairs = [mutual_neighbours((ours[view].T @ basis @ theirs[view]).abs_()) for view in common]
+        matched.append(matched_units(pairs))
+    (places, partners, strengths), (by_chance, _, _) = matched
+    in_place = torch.tensor(chosen[0])[places] == torch.tensor(chosen[1])[partners]
+    return Row(
+        layer=layer,
+        closest=base_layer,
+        num_middle=way.base.stack.is_middle(base_layer) + way.suspect.stack.is_middle(layer),
+        found=len(places),
+        units=min(living(ours), living(theirs)),
+        r=strengths.median().item() if len(places) else 0.0,
+        by_chance=len(by_chance),
+        in_place=int(in_place.sum()),
+    )

@@ -1,21 +1,11 @@
 """Match the neurons of two models by what they do to tokens (ours).
 
-Let E_t be the embedding of token t, U_t the head's row that scores t, and W a neuron's weights. A neuron with
-a gate has three *views*, vectors over all common tokens (without a gate two):
-
-    gate_t = W_gate E_t        up_t = W_up E_t        output_t = U_t W_down
-
-The gain of the norm before a matrix counts as part of it, in W_gate, W_up and U. Rotating the residual stream
-rotates E and U too, and changes no view. Shuffling neurons renames them; flipping a neuron's signs flips the
-signs of its views.
-
 In one view, a neuron of the base and one of the suspect are *mutual neighbours* if each has its largest
 |correlation| with the other. One view is not enough: half of the neurons of unrelated models have a mutual
-neighbour, too.
-But another view then usually names another neuron, so a neuron is *matched* if two views agree. In each layer
-we use the pair of views that matches most. A child has nearly all its neurons matched, an unrelated newborn
-on average fewer than one per layer. The null is measured: the same count after permuting one model's tokens
-(`by_chance` in lineage/match.py).
+neighbour, too. But another view then usually names another neuron, so a neuron is *matched* if two views
+(`lineage/views.py`) agree. In each layer we use the pair of views that matches most. A child has nearly all
+its neurons matched, an unrelated newborn on average fewer than one per layer. The null is measured: the same
+count after what ties the two models is permuted (`by_chance` in lineage/match.py).
 """
 
 import itertools

@@ -28,7 +28,7 @@ BFLOAT16 = "--dtype bfloat16"
 LONG = "--num-sequences 16 --sequence-length 64 512"
 TRANSPLANT = "-m reproduce.interventions transplant"
 FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} --num-sequences 12"
-COMPARE = "seedprint.py compare --thorough"
+COMPARE = "seedprint.py compare --neurons"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "probe": "probe.py --seed 42 43",
     "ten_thousand/probe": f"probe.py --seed 42 --num-sequences 10000 {BFLOAT16}",
@@ -56,7 +56,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "perplexity": f"-m reproduce.trainings perplexity --text {WIKITEXT}",
     "compare": f"{COMPARE} tiny_llama@1000 {LLAMA}-1000 {LLAMA}-123 tiny_llama@123:1000",
     "disguised/compare": "seedprint.py compare tiny_llama@42 disguised tiny_llama@7",
-    "matrix": f"seedprint.py matrix --thorough tiny_llama@1000 tiny_llama@123 {LLAMA}-1000 {LLAMA}-123",
+    "matrix": f"seedprint.py matrix --neurons tiny_llama@1000 tiny_llama@123 {LLAMA}-1000 {LLAMA}-123",
     "identify": f"seedprint.py identify {LLAMA}-1000",
     "outside/identify": f"seedprint.py identify {LLAMA}-1000 --seeds 2000 101999",
     "robustness": f"-m reproduce.robustness smollm2 {GEMMA} {SMALL} {LARGE}",
@@ -93,7 +93,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "models/streaming": f"-m reproduce.uses streaming --model smollm2 {GEMMA}",
     "bench": "-m reproduce.bench",
 }
-FIRST = {"disguised/compare": ("disguised", "-m lineage.disguise tiny_llama@42")}  # what a result reads
+FIRST = {"disguised/compare": ("disguised", "-m reproduce.disguise tiny_llama@42")}  # what a result reads
 
 
 @dataclass

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+import torch
 from scipy.stats import binomtest, norm
 
 from init import SCHEMES, newborn
@@ -18,19 +19,18 @@ from lib.figures import lines_of, new_figure, save_figure, unique
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
-from lineage.evidence import diagonal_test, weight_correlations
+from lineage.compare import FEW as DIRECTIONS
+from lineage.evidence import look
+from lineage.judge import NO_EVIDENCE, Pair, judge
 from lineage.layout import find_stacks
-from lineage.match import Way, basis_correlations, equal_ids, match_stacks
-from lineage.settings import CompareSettings
-from lineage.table import NO_EVIDENCE, Pair, judge_stacks
-from lineage.views import Units
+from lineage.match import match_layers, way_by
+from lineage.views import readings
 from model import PRESETS
 from seedprint import PaperSettings, last_outputs, paper_test
 from strangers.formats import Newborn
 
 INPUTS = ("own embedding", "shared embedding", "gaussian")  # tokens with one embedding each, or one for all
 LEVEL = 0.01  # a test calls two models related if p is at most this
-PERMUTATIONS = 999  # of the exact test; the smallest p is 1 / (1 + this)
 FEW = 12  # newborns, enough where unrelated models read the same
 LAYERS, UNITS = 2, 256  # layers to match, and neurons in each
 
@@ -57,7 +57,7 @@ def errors(settings: Settings):
         key = {"inputs": "weights", "scheme": settings.schemes[0], "model": model}
         newborns = [Newborn(PRESETS[model], seed) for seed in range(1, settings.num_births + 1)]
         for each in newborns:
-            each.read = functools.cache(each.read)
+            each.read = functools.partial(part_of, functools.cache(each.read))
         rows += error_rates(p_of_weights(newborns), key)
     result = experiment.save(rows)
     draw_rates(rows, experiment.folder / "errors.png")
@@ -82,22 +82,25 @@ def p_of_states(model, scheme, inputs, settings: Settings, experiment):
     }
 
 
+def part_of(read, name, part=()):
+    """A part of a tensor that is read whole, and kept."""
+    return read(name)[part]
+
+
 def p_of_weights(newborns):
-    """The p-values of all pairs by the exact tests; for neurons 0 if `compare` finds evidence, else 1."""
+    """The p-values of all pairs by coordinates; for neurons 0 if `compare` finds evidence, else 1."""
     stacks = [find_stacks(born)[0] for born in newborns]
-    models = [Units(stack) for stack in stacks]
     p = {"units": [], "weights": [], "embedding matrices": []}
-    for i, j in itertools.combinations(range(len(models)), 2):
-        a, b = models[i], models[j]
-        tokens = equal_ids(a, b)
-        way = Way(a, b, tokens, basis_correlations(a, b, tokens))
-        settings = CompareSettings(permutation_seed=(i, j), layers=LAYERS, units_per_layer=UNITS)
-        match = match_stacks(way, settings)
-        verdict, _ = judge_stacks(Pair(stacks[i], stacks[j], match, {}, rows=match.rows))
-        p["units"].append(float(verdict == NO_EVIDENCE))
-        correlations, _ = weight_correlations(stacks[i], stacks[j])
+    for pair in itertools.combinations(stacks, 2):
+        ids = torch.arange(pair[0].source.config.vocab_size)
+        way = way_by(pair, [readings(stack, stack.tables)[0] for stack in pair], (ids, ids), DIRECTIONS)
+        rows, _ = match_layers(way, LAYERS, UNITS)
+        found = Pair(*pair, matched=rows, num_tokens=len(ids))
+        judge(found)
+        p["units"].append(float(found.verdict == NO_EVIDENCE))
+        tests, _ = look(*pair)
         for test, part in (("weights", "body"), ("embedding matrices", "embedding")):
-            p[test].append(diagonal_test(correlations[part], (0, i, j), PERMUTATIONS)["p"])
+            p[test].append(tests[part]["p"])
     return p
 
 

@@ -3,7 +3,7 @@
     python -m reproduce.robustness                                     # smollm2 and its children: an hour
     python -m reproduce.robustness smollm2 A.gguf B.gguf C.gguf        # and other language models, all pairs
 
-The thresholds of `lineage/table.py` rest on the rows.
+The thresholds of `lineage/judge.py` rest on the rows.
 """
 
 import itertools
@@ -21,8 +21,8 @@ from lib.random import keyed_generator
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, OutputSettings, at_least, run_script
-from lineage.compare import CompareSettings, compare_models, read_model
-from lineage.disguise import as_source, disguised, select, weights_of
+from lineage.compare import CompareSettings, Model, compare_models
+from reproduce.disguise import as_source, disguised, select, weights_of
 from sources.checkpoint import parse_spec
 from sources.inputs import TextSettings, read_tokens
 from strangers.formats import TOKEN_TABLE, Newborn, open_spec, sha256
@@ -46,7 +46,7 @@ def robustness(settings: Settings):
     rows, details, points = [], [], []
     for base, suspect, kind in progress(all_pairs(specs, settings), desc="robustness", unit=" pairs"):
         layers = 12 if kind == "never met" else 2**16
-        row, detail = compare_models(base, suspect, CompareSettings(layers=layers, thorough=True))
+        row, detail = compare_models(base, suspect, CompareSettings(layers=layers, neurons=True))
         rows.append({"base": base.name, "suspect": suspect.name, "kind": kind} | row)
         details.append(detail)
         for number, layer in enumerate(detail["layers"]):
@@ -66,9 +66,9 @@ def robustness(settings: Settings):
 
 def all_pairs(specs, settings: Settings):
     """(base, suspect, kind): the first model and its relatives, made one after another; then all models."""
-    models = [read_model(Path(spec.name).name, open_spec(spec, any_architecture=True)) for spec in specs]
+    models = [Model(Path(spec.name).name, open_spec(spec, any_architecture=True)) for spec in specs]
     for name, kind, source in relatives(specs[0], settings):
-        yield models[0], read_model(name, source), kind
+        yield models[0], Model(name, source), kind
     pairs = list(itertools.combinations(models, 2))
     for base, suspect in pairs + [pair[::-1] for pair in pairs[-1:]]:  # of one pair both orders
         yield base, suspect, "never met"

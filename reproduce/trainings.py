@@ -31,7 +31,7 @@ from lib.settings import (
     read_config_file,
     run_script,
 )
-from lineage.compare import CompareSettings, compare_models, read_model
+from lineage.compare import CompareSettings, Model, compare_models
 from reproduce.baselines import BASELINES, similarities
 from reproduce.text import CALIBRATIONS, CONFIG, KINDS, TEXT, begun_row, differences, draw_kinds, end_of
 from seedprint import PaperSettings, last_outputs, paper_test
@@ -159,13 +159,13 @@ def lineage(settings: RunSettings):
         spec = checkpoint.parse_spec(folder)
         model = spec.load(experiment.device, experiment.dtype)
         outputs = last_outputs(model, model.config.vocab_size, PaperSettings())
-        return model, read_model(folder, open_spec(spec)), outputs
+        return model, Model(folder, open_spec(spec)), outputs
 
     rows = []
     for table, base, suspect, kin in runtime.progress(pairs, desc="lineage", unit=" pairs"):
         models, weights, outputs = zip(read(base), read(suspect))
         row = {"table": table, "base": base, "suspect": suspect, "kin": kin}
-        row |= compare_models(*weights, CompareSettings(thorough=True))[0]
+        row |= compare_models(*weights, CompareSettings(neurons=True))[0]
         rows.append(row | paper_test(*outputs) | similarities(*models, tokens))
     columns = ("table", "base", "suspect", "kin", "verdict", "paper_t_p", "paper_u_p", *BASELINES)
     return experiment.save(rows, columns)

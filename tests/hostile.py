@@ -47,7 +47,7 @@ WRITABLE = ["/dev/null", "/dev/shm", "/proc", *HOME]
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate", "os.symlink"}
 CHANGES |= {"os.system", "os.exec"}  # whose first argument is no file of the case's
 TRAINING = SMALL | {"max_iters": 3, "save_every": 2}  # settings of a run that takes a second
-COMPARE = "seedprint compare FOLDER FOLDER --permutations 199"
+COMPARE = "seedprint compare FOLDER FOLDER"
 PROBE = "probe --model FOLDER --num-sequences 4 --sequence-length 8"
 RATE = "sinks rate --model FOLDER --num-sequences 2 --sequence-length 8 --text ../text.txt"
 RESUME = "train --resume --out FOLDER --max-iters 4"
@@ -101,9 +101,14 @@ def cut(raw: bytearray) -> bytearray:
     return raw[: len(raw) // 2]
 
 
+def endless(raw: bytearray) -> bytearray:
+    return b"\xff" * 8 + raw[8:]
+
+
 CODE = {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
 FOLDERS = [  # the script and its words, what is copied, its damage; False: it is not surely a mistake
     (COMPARE, "checkpoint", "config.json a pipe", put("config.json", os.mkfifo)),
+    (COMPARE, "checkpoint", "a header without end", changed("model.safetensors", endless)),
     (COMPARE, "checkpoint", "a path of code", with_json("config.json", auto_map={"M": "evil.py"}), False),
     (PROBE, "checkpoint", "weights cut", changed("model.safetensors", cut)),
     (RATE, "stranger", "a path of code", with_json("config.json", **CODE), False),

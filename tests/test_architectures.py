@@ -71,9 +71,10 @@ def test_kin_and_strangers(name, tmp_path):
                 parameter += parameter.std() * torch.randn_like(parameter)
     base.save_pretrained(tmp_path / "kin")
     source = formats.open_checkpoint(tmp_path / "base", True)
-    assert sum(len(part.mlps) for part in layout.find_stacks(source)) == ARCHITECTURES[name][2]
+    mlps = [mlps for stack in layout.find_stacks(source) for mlps in stack.mlps]
+    assert sum(map(len, mlps)) == ARCHITECTURES[name][2]
     kin, stranger = compared(tmp_path, "base", "kin", "stranger")
-    assert kin["verdict"] == "same birth" and kin["body_z"] >= 50 and kin["units_share"] >= 0.95
+    assert kin["verdict"] == "same birth" and kin["body_z"] >= 30 and kin["units_share"] >= 0.95
     assert stranger["verdict"] == "no evidence" and abs(stranger["body_z"]) < 4
     assert stranger["units_found"] <= 8
 
@@ -93,7 +94,7 @@ def test_a_shuffled_mlp_with_gains_is_found(name, tmp_path):
     tensors = {}
     for key, shape in source.shapes.items():
         weight = source.read(key)
-        if layout.WRITES.search(key) and shape[0] == 128:
+        if layout.is_called(key, layout.WRITERS) and shape[0] == 128:
             weight = weight[order]
         elif shape[-1] == 128 and not key.endswith(("q_norm.weight", "k_norm.weight")):
             weight = weight[..., order]

@@ -2,7 +2,6 @@
 
 import logging
 
-import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -72,19 +71,6 @@ def test_paths_are_shown_by_their_last_part_unless_two_have_the_same():
     assert figures.short_names(names) == ["smollm2", "qwen2.5-q4_k_m", "run"]
     names = [f"/models/{name}/final-checkpoint" for name in "ab"]
     assert figures.short_names(names) == names
-
-
-def test_marked_pairs_have_a_circle_in_the_map(tmp_path, monkeypatch):
-    caught = []
-    monkeypatch.setattr(family, "save_figure", lambda figure, path: caught.append(figure))
-    closeness = np.eye(3)
-    closeness[0, 2] = closeness[2, 0] = 0.9
-    marked = np.array([[0, 1, 0], [1, 0, 0], [0, 0, 0]], dtype=bool)  # a and b
-    family.family_tree(tmp_path / "x.png", ["a", "b", "c"], closeness, "closeness", [], marked)
-    heat = caught[0].axes[1]
-    names = labels(heat.xaxis)
-    circles = {tuple(names[int(place)] for place in circle) for circle in heat.collections[0].get_offsets()}
-    assert circles == {("a", "b"), ("b", "a")}
 
 
 def test_a_layer_whose_units_were_not_looked_for_is_a_gap(tmp_path):

@@ -14,7 +14,6 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from sources import data
 from strangers import loading
-from strangers.formats import open_gguf
 
 TEXT = (ROOT / "README.md").read_text()
 PROSE = (
@@ -23,6 +22,12 @@ PROSE = (
 )
 REFERENCES = {"gpt-2": transformers.GPT2Tokenizer, "qwen2": transformers.Qwen2Tokenizer}
 REFERENCES["default"] = transformers.GPT2Tokenizer
+
+
+@pytest.fixture(autouse=True)
+def converted(tmp_path, monkeypatch):
+    """Tokenizers are written anew for each test."""
+    monkeypatch.setattr(loading, "CONVERTED", tmp_path / "converted")
 
 
 def write(path, architecture="llama", **fields):
@@ -44,8 +49,7 @@ def write(path, architecture="llama", **fields):
 
 def load_converted(path):
     """The tokenizer that is written of a file."""
-    loading.write_tokenizer(path, open_gguf(path).values, path.parent)
-    return data.load_tokenizer(str(path.with_name("tokenizer.json")))
+    return data.load_tokenizer(str(loading.tokenizer_folder(path) / "tokenizer.json"))
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "default", "smollm", "qwen2", "llama-bpe"])
@@ -124,5 +128,4 @@ def test_sentencepiece(tmp_path):
 
 def test_an_unknown_rule_gives_no_tokenizer(tmp_path):
     path = write(tmp_path / "a.gguf", model="gpt2", pre="new", tokens=["a"], token_type=[1], merges=[])
-    loading.write_tokenizer(path, open_gguf(path).values, tmp_path)
-    assert not (tmp_path / "tokenizer.json").exists()
+    assert not loading.tokenizer_folder(path).exists()

@@ -1,8 +1,7 @@
-"""OpenAI's GPT-2: stored in two ways it is one model; every script reads it, through the lens."""
+"""OpenAI's GPT-2: every script reads it, through the lens."""
 
 from pathlib import Path
 
-import safetensors.torch
 import tokenizers
 import torch
 import transformers
@@ -11,7 +10,6 @@ from hub_server import serving
 from test_hub import point_to, repositories
 
 from lib.files import read_json
-from strangers import formats
 
 V = 257  # bytes, and <|endoftext|>
 SIZES = {"vocab_size": V, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
@@ -35,19 +33,6 @@ def gpt2(folder: Path, **changes) -> transformers.GPT2LMHeadModel:
     coder.add_special_tokens(["<|endoftext|>"])
     coder.save(str(folder / "tokenizer.json"))
     return model
-
-
-def test_a_file_as_nanogpt_saves_it_has_a_folders_tensors(tmp_path):
-    gpt2(tmp_path / "a")
-    stored = safetensors.torch.load_file(tmp_path / "a/model.safetensors")
-    saved = {}
-    for name, tensor in stored.items():
-        is_turned = ".c_" in name and tensor.ndim == 2
-        saved[f"_orig_mod.{name}"] = tensor.T.contiguous() if is_turned else tensor
-    torch.save({"model": saved}, tmp_path / "ckpt.pt")
-    folder, file = (formats.open_checkpoint(tmp_path / name, True) for name in ("a", "ckpt.pt"))
-    assert folder.shapes == file.shapes
-    assert all(torch.equal(folder.read(name), file.read(name)) for name in folder.shapes)
 
 
 SCRIPTS = [  # what is asked, and the JSON that answers
@@ -74,7 +59,7 @@ def test_every_script_on_what_the_hub_serves(tmp_path, monkeypatch, capsys):
             done = run_here(*words.split(), "--model", "org/gpt2", *length)
             assert done.returncode == 0, done.stderr
             assert read_json(Path(f"out/{name}.json"))["rows"]
-        few = {"paper": ["--paper-sequences", 20, "--paper-length", 9], "compare": ["--permutations", 199]}
+        few = {"paper": ["--paper-sequences", 20, "--paper-length", 9], "compare": []}
         for command, words in few.items():
             done = run_here("seedprint", command, "org/gpt2", "org/gpt2", *words)
             assert done.returncode == 0, done.stderr

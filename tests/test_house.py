@@ -15,9 +15,8 @@ lib.settings lib.random lib.kernels / lib.files lib.runtime / lib.results lib.fi
 / measure.theory measure.attention / measure.units / measure.figures
 / strangers.ranges strangers.parts / strangers.gguf / strangers.formats strangers.lens / strangers.check
 / strangers.loading strangers.hub / strangers.names
-/ lineage.matching lineage.settings lineage.table
-/ lineage.layout / lineage.views / lineage.evidence lineage.match
-/ lineage.verdict lineage.family / lineage.compare / lineage.births lineage.disguise / probe sinks seedprint
+/ lineage.matching lineage.layout / lineage.views / lineage.judge / lineage.evidence lineage.match
+/ lineage.family / lineage.compare lineage.births / probe sinks seedprint
 / contraction train / reproduce / lesson
 """.split("/")
 UPWARD = (

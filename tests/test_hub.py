@@ -1,27 +1,26 @@
 """strangers/hub.py: names of the Hub, against a server of its few routes on this machine."""
 
 import json
+import os
 import re
 import socket
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from conftest import KINDS, normal, random_model, run_here, run_script
+from conftest import KINDS, ROOT, random_model, run_script
 from hub_server import COMMIT, serving
 from huggingface_hub import constants
 
 from lib.settings import UserError
-from lineage import disguise
-from lineage.compare import compare_models, open_model
-from lineage.settings import CompareSettings
 from sources import checkpoint
 from strangers import hub, ranges
 from strangers import names as stranger_names
-from strangers.formats import Newborn
+from strangers.formats import open_spec
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
 NEVER = {"README.md": b"-", "modeling_x.py": b"-", "tf_model.h5": b"-", "original/consolidated.00.pth": b"-"}
@@ -115,10 +114,7 @@ def test_which_names_may_be_the_hubs(tmp_path, monkeypatch):
     "repo, weights",
     [
         ("org/whole", {"model.safetensors"}),
-        (
-            "org/sharded",
-            {"model.safetensors.index.json", *(f"model-0000{n}-of-00002.safetensors" for n in (1, 2))},
-        ),
+        ("org/sharded", {f"model-0000{n}-of-00002.safetensors" for n in (1, 2)}),
         ("org/pickled", {"pytorch_model.bin"}),
     ],
 )
@@ -194,67 +190,75 @@ def test_the_json_names_the_commit_and_one_process_fetches(here, tmp_path):
     assert saved["rows"][0]["model"] == "org/whole"
 
 
-def written(folder: Path, seed: int, noise: float = 0.0) -> dict[str, bytes]:
-    """The files of a model, noised, that are written into a folder."""
-    source = Newborn(replace(KINDS["llama"], vocab_size=600, d_model=128, d_ff=512), seed)
-    weights = disguise.weights_of(source)
-    for name, weight in weights.items():
-        weights[name] = weight + noise * weight.std(correction=0) * normal(*weight.shape).float()
-    disguise.save(folder, disguise.as_source(weights, source.config))
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
 @pytest.fixture
-def family(here, tmp_path, monkeypatch):
-    """A Hub with a base, a child and a stranger, of a thousand blocks each; they stand in folders, too."""
-    monkeypatch.setattr(ranges, "BLOCK", 2**12)
-    for name, seed, noise in (("base", 1, 0.0), ("child", 1, 0.3), ("stranger", 2, 0.0)):
-        here.repositories[f"org/{name}"] = written(tmp_path / name, seed, noise)
+def base(here, tmp_path, monkeypatch):
+    """A Hub with a model of a hundred times the bytes that are fetched as one; it stands in a folder, too."""
+    monkeypatch.setattr(ranges, "NEAR", 2**12)
+    monkeypatch.setattr(ranges, "LARGEST", 2**17)
+    folder = tmp_path / "base"
+    checkpoint.save(folder, random_model(replace(KINDS["llama"], vocab_size=600, d_model=128, d_ff=512)))
+    here.repositories["org/base"] = {path.name: path.read_bytes() for path in folder.iterdir()}
     return here
 
 
-def judged(*names) -> dict:
-    """The row of two models; its sentence, without their names."""
-    models = [open_model(str(name), CompareSettings()) for name in names]
-    row, _ = compare_models(*models, CompareSettings())
-    for name in names:
-        row["sentence"] = row["sentence"].replace(str(name), "-")
-    return row
+def looks(source) -> list:
+    """What a look reads: a few rows of each matrix."""
+    names = [name for name, shape in source.shapes.items() if len(shape) == 2]
+    rows = (slice(8, 16), slice(64, 68), torch.tensor([100, 90]))
+    return [(name, (part,)) for name in names for part in rows]
 
 
-@pytest.mark.parametrize("suspect, share", [("child", 0.35), ("stranger", 0.92)])
-def test_compare_fetches_what_it_reads_and_keeps_it(suspect, share, family, tmp_path, capsys, monkeypatch):
-    local = judged(tmp_path / "base", tmp_path / suspect)
-    assert local["verdict"] == {"child": "same birth", "stranger": "no evidence"}[suspect]
-    assert judged("org/base", f"org/{suspect}") == local
-    size = len(family.repositories["org/base"]["model.safetensors"])
-    assert family.sent < 2 * share * size
-    asked = fetched(family)
-    tensors = len(safetensors.torch.load_file(tmp_path / "base/model.safetensors"))
-    assert asked.count("model.safetensors") <= 2 * (tensors + 8)
-    told = re.findall(r"(\S+) GB of", capsys.readouterr().err)  # in three digits, without headers
-    assert sum(map(float, told)) * 1e9 == pytest.approx(family.sent, rel=0.05)
-    assert judged(f"org/base@{COMMIT}", f"org/{suspect}") == local
-    assert fetched(family) == [] and capsys.readouterr().err == ""
+def read(name, parts, wholes=()) -> dict:
+    """Parts of a model, and the whole of some tensors, as lineage asks for them."""
+    source = open_spec(checkpoint.parse_spec(str(name), in_parts=True), True)
+    found = {}
+    for wanted in (parts or looks(source), [(name, ()) for name in wholes]):
+        source.expect(wanted)
+        found |= {(name, str(part)): source.read(name, part) for name, part in wanted}
+    return found
+
+
+def assert_same(some, others) -> None:
+    assert some.keys() == others.keys()
+    assert all(torch.equal(value, others[key]) for key, value in some.items())
+
+
+MATRIX = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_what_is_read_is_fetched_once_and_kept(base, tmp_path, capsys, monkeypatch):
+    local = read(tmp_path / "base", [], [MATRIX])
+    assert_same(read("org/base", []), read(tmp_path / "base", []))
+    size = len(base.repositories["org/base"]["model.safetensors"])
+    assert 0 < base.sent < 0.7 * size
+    before = base.sent
+    matrix = 4 * local[MATRIX, "()"].numel()
+    assert_same(read("org/base", [], [MATRIX]), local)
+    assert base.sent - before < matrix  # not again what was looked at
+    assert fetched(base).count("model.safetensors") < 80  # three for each of 23 matrices, or so
+    told = re.findall(r"(\S+) GB$", capsys.readouterr().err, re.M)  # in three digits, without headers
+    assert sum(map(float, told)) * 1e9 == pytest.approx(base.sent, rel=0.05)
+    ranges.spans.cache_clear()  # as another process
+    assert_same(read(f"org/base@{COMMIT}", [], [MATRIX]), local)
+    assert fetched(base) == [] and capsys.readouterr().err == ""
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert judged("org/base", f"org/{suspect}") == local and family.requests == []
+    assert_same(read("org/base", [], [MATRIX]), local)
+    assert base.requests == []
 
 
-def test_a_download_that_breaks_leaves_nothing_false(family, tmp_path, monkeypatch):
-    """The Hub answers a few requests, then none: what is marked is there, and the next run needs the rest."""
-    content = family.repositories["org/base"].pop("model.safetensors")
-    broken = Broken(content)
-    family.repositories["org/base"]["model.safetensors"] = broken
+def test_a_download_that_breaks_leaves_nothing_false(base, tmp_path):
+    """The Hub answers a few requests, then none: what is there is right; the next run fetches the rest."""
+    content = base.repositories["org/base"]["model.safetensors"]
+    base.repositories["org/base"]["model.safetensors"] = Broken(content)
     with pytest.raises(UserError, match="cannot fetch more of org/base.* The same command takes it up"):
-        judged("org/base", "org/child")
+        read("org/base", [])
     (path,) = tmp_path.glob("cache/models--org--base/parts/*/model.safetensors")
-    is_here = np.fromfile(ranges.blocks_of(path), bool)
-    assert 0 < is_here.sum() < len(is_here) / 2
-    there = path.read_bytes()
-    for block in np.flatnonzero(is_here) * ranges.BLOCK:
-        assert there[block : block + ranges.BLOCK] == content[block : block + ranges.BLOCK]
-    family.repositories["org/base"]["model.safetensors"] = content
-    assert judged("org/base", "org/child") == judged(tmp_path / "base", tmp_path / "child")
+    ranges.spans.cache_clear()
+    assert 0 < sum(stop - start for start, stop in ranges.spans(path)) < len(content) / 2
+    for start, stop in ranges.spans(path):
+        assert ranges.read(path, start, stop) == content[start:stop]
+    base.repositories["org/base"]["model.safetensors"] = content
+    assert_same(read("org/base", []), read(tmp_path / "base", []))
 
 
 class Broken(bytes):
@@ -267,26 +271,40 @@ class Broken(bytes):
         return super().__getitem__(part) if self.parts > 0 else b"-"
 
 
-def test_a_server_without_ranges_sends_files_whole(family, tmp_path, capsys):
-    family.has_ranges = False
-    assert judged("org/base", "org/child") == judged(tmp_path / "base", tmp_path / "child")
-    assert "does not send a part of a file: org/base is fetched whole" in capsys.readouterr().err
-    assert not list(tmp_path.glob("cache/*/parts/*/*"))
+READ = """
+import sys, torch
+sys.path[:0] = ["tests", "."]
+from test_hub import read, MATRIX
+found = read("org/base", [], [MATRIX])
+torch.save(found, sys.argv[1])
+"""
 
 
-def test_a_gguf_file_is_read_by_ranges(family, tmp_path, monkeypatch):
+def test_two_processes_at_once(base, tmp_path):
+    env = {**os.environ, "HF_ENDPOINT": base.url, "HF_HOME": str(tmp_path / "home")}
+    paths = [tmp_path / "0", tmp_path / "1"]
+    runs = [subprocess.Popen([sys.executable, "-c", READ, path], env=env, cwd=ROOT) for path in paths]
+    assert [run.wait() for run in runs] == [0, 0]
+    for path in paths:
+        assert_same(torch.load(path), read(tmp_path / "base", [], [MATRIX]))
+
+
+def test_a_server_without_ranges_sends_files_whole(base, tmp_path):
+    base.has_ranges = False
+    for _ in range(2):  # once
+        assert_same(read("org/base", []), read(tmp_path / "base", []))
+        assert base.sent == sum(map(len, base.repositories["org/base"].values()))
+
+
+def test_a_gguf_file_is_read_by_ranges(base, tmp_path, monkeypatch):
     from test_gguf import write
 
-    model = random_model(replace(KINDS["llama"], d_model=128, d_ff=512))
-    path = write(tmp_path / "only.gguf", "llama", model)
-    family.repositories["org/one-gguf"]["only.gguf"] = path.read_bytes()
-    assert judged("org/one-gguf", path)["verdict"] == "same birth"
-    assert family.sent < 0.5 * path.stat().st_size
+    path = write(
+        tmp_path / "only.gguf", "llama", random_model(replace(KINDS["llama"], d_model=128, d_ff=512))
+    )
+    base.repositories["org/one-gguf"]["only.gguf"] = path.read_bytes()
+    parts = [(MATRIX, (slice(8, 16),)), ("model.layers.0.self_attn.q_proj.weight", (slice(40, 44),))]
+    assert_same(read("org/one-gguf", parts), read(path, parts))
+    assert base.sent < 0.2 * path.stat().st_size
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert judged("org/one-gguf", path)["verdict"] == "same birth"
-
-
-def test_identify_reads_the_beginning_of_one_matrix(family, tmp_path):
-    """`init.py`'s seed 1 is found, by less than the header and that matrix."""
-    done = run_here("seedprint", "identify", "org/base", "--seeds", 0, 3, "--out", tmp_path / "out")
-    assert "seed 1" in done.stdout and family.sent < 100_000
+    assert_same(read("org/one-gguf", parts), read(path, parts))

@@ -1,7 +1,6 @@
 """Models of other families through the lens, against transformers on the same weights; what is refused."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -278,27 +277,3 @@ def test_other_kinds_are_refused(folder, monkeypatch):
     (folder / "config.json").rename(folder / "adapter_config.json")
     with pytest.raises(UserError, match="adapter"):
         loading.open_lens(folder)
-
-
-# ---- .gguf -------------------------------------------------------------------------------------------------
-
-
-def header(architecture, **said):
-    """What `follow_header` reads of a file."""
-    values = {f"{architecture}.{key.replace('__', '.')}": value for key, value in said.items()}
-    return SimpleNamespace(values={"general.architecture": architecture} | values, tensors={})
-
-
-def test_a_header_is_followed():
-    config = build("llama").config
-    said = {"rope__scaling__type": "linear", "rope__scaling__factor": 8.0, "rope__freq_base": 10_000.0}
-    loading.follow_header("file", header("llama", **said), config)
-    assert config.rope_parameters["rope_type"] == "linear"
-    assert config.rope_parameters["factor"] == 8.0
-    config = build("gpt2").config
-    loading.follow_header("file", header("gpt2", context_length=77, attention__head_count=4), config)
-    assert config.n_positions == 77
-    config = build("gemma3_text").config
-    said = {"embedding_length": 64, "attention__head_count": 4, "attention__key_length": 16}
-    loading.follow_header("file", header("gemma3", block_count=62, **said), config)
-    assert config.query_pre_attn_scalar == 16

@@ -13,13 +13,13 @@ from conftest import assert_refused, run_here, run_script
 
 import init
 from lib.random import random_tokens
-from lineage import disguise, match, matching, views
-from lineage.disguise import disguised
+from lineage import match, matching
+from lineage.judge import Row
 from lineage.layout import find_stacks
-from lineage.settings import CompareSettings
-from lineage.table import Row
-from lineage.views import RIDGE, Units, hidden_units
-from model import PRESETS, ModelConfig
+from lineage.views import RIDGE, readings
+from model import ModelConfig
+from reproduce import disguise
+from reproduce.disguise import disguised
 from reproduce.robustness import cut, noised, of_matrices, pruned, rounded
 from sources import checkpoint
 from strangers import formats
@@ -41,47 +41,32 @@ def save_perturbed(folder: Path, config: ModelConfig) -> formats.CheckpointReade
     return formats.open_checkpoint(folder)
 
 
-def units_of(source) -> Units:
-    """The neurons of a checkpoint."""
-    return Units(find_stacks(source)[0])
+def way_to(a, b, directions=1024) -> match.Way:
+    """The way to read two checkpoints."""
+    vocabularies = [token_ids(source.place) if source.place else {} for source in (a, b)]
+    stacks = [find_stacks(source)[0] for source in (a, b)]
+    return match.likeliest_way(*stacks, vocabularies, directions)[0]
 
 
 def found(a, b, units=1024, layers=None) -> list[Row]:
     """The rows of two checkpoints."""
-    vocabularies = [token_ids(source.place) if source.place else {} for source in (a, b)]
-    both = [hidden_units(find_stacks(source)[0]) for source in (a, b)]
-    way, _ = match.likeliest_way(*both, vocabularies, units)
-    return match.match_stacks(way, CompareSettings(units_per_layer=units, layers=layers)).rows
+    return match.match_layers(way_to(a, b), layers, units)[0]
 
 
 def views_by_hand(source, layer: int) -> dict[str, np.ndarray]:
     """What each unit reads of, and writes to, every token: (V, m), decorrelated in that space, float64."""
-
-    def read(name):
-        return source.read(name).double().numpy()
-
-    prefix = f"model.layers.{layer}."
-    tables = {"gate": read("model.embed_tokens.weight"), "up": read("model.embed_tokens.weight")}
-    tables["down"] = read("lm_head.weight") if "lm_head.weight" in source.shapes else tables["up"]
-    is_layernorm = "model.norm.bias" in source.shapes
-    d = source.config.d_model
-    without_mean = np.eye(d) - is_layernorm * np.ones((d, d)) / d
-    gain = np.diag(read(f"{prefix}post_attention_layernorm.weight"))
-    final_gain = np.diag(read("model.norm.weight"))
+    table = source.read("model.embed_tokens.weight").double().numpy()
     values = {}
-    for view, table in tables.items():
-        if f"{prefix}mlp.{view}_proj.weight" not in source.shapes:
-            continue
-        weight = read(f"{prefix}mlp.{view}_proj.weight")
-        if view == "down":
-            columns = table @ final_gain @ without_mean @ weight
-        else:
-            columns = table @ without_mean @ gain @ weight.T
-        columns = columns - columns.mean(axis=0)
-        columns /= np.linalg.norm(columns, axis=0)
-        eigenvalues, vectors = np.linalg.eigh(columns.T @ columns)
-        white = columns @ vectors @ np.diag((eigenvalues.clip(min=0) + RIDGE) ** -0.5) @ vectors.T
-        values[view] = white / np.linalg.norm(white, axis=0)
+    for view in ("gate", "up", "down"):
+        name = f"model.layers.{layer}.mlp.{view}_proj.weight"
+        if name in source.shapes:
+            weight = source.read(name).double().numpy()
+            columns = table @ (weight if view == "down" else weight.T)
+            columns = columns - columns.mean(axis=0)
+            columns /= np.linalg.norm(columns, axis=0)
+            eigenvalues, vectors = np.linalg.eigh(columns.T @ columns)
+            white = columns @ vectors @ np.diag((eigenvalues.clip(min=0) + RIDGE) ** -0.5) @ vectors.T
+            values[view] = white / np.linalg.norm(white, axis=0)
     return values
 
 
@@ -90,17 +75,16 @@ def test_correlations_against_all_tokens(config, tmp_path):
     """Views of d numbers, and correlations of the tables' bases, give the correlations over all V tokens."""
     a = save_perturbed(tmp_path / "a", config)
     b = noised(a, 0.5)
-    base, suspect = units_of(a), units_of(b)
-    basis = match.basis_correlations(base, suspect, match.equal_ids(base, suspect))
+    way = way_to(a, b)
     by_hand = (views_by_hand(a, 1), views_by_hand(b, 1))
-    assert base.views(1).keys() == by_hand[0].keys()
-    for view, columns in base.views(1).items():
-        correlations = (columns.T @ basis[view] @ suspect.views(1)[view]).abs()
+    assert way.base.views(2).keys() == by_hand[0].keys()
+    for view, columns in way.base.views(2).items():
+        correlations = (columns.T @ way.basis @ way.views(2)[view]).abs()
         # float32: rounding of some hundred products, and of solves whose condition is a table's, below 10
         np.testing.assert_allclose(correlations, abs(by_hand[0][view].T @ by_hand[1][view]), atol=2e-4)
 
 
-def test_wide_models_are_seen_in_few_directions(monkeypatch):
+def test_wide_models_are_seen_in_few_directions():
     """A copy is one to rounding, in whatever basis; a child and a stranger are what all directions say."""
     base = Newborn(ModelConfig(1200, 64, 1, 4, 256, 400), 1)
     suspects = {
@@ -109,28 +93,17 @@ def test_wide_models_are_seen_in_few_directions(monkeypatch):
         "stranger": Newborn(base.config, 2),
     }
     for name, source in suspects.items():
-        rows, likeness = {}, {}
-        for directions in (views.DIRECTIONS, 96):
-            monkeypatch.setattr(views, "DIRECTIONS", directions)
-            monkeypatch.setattr(views, "WIDE", directions)
-            for pair in ((base, source), (source, base)):
-                a, b = ([units_of(each)] for each in pair)
-                way, _ = match.likeliest_way(a, b, ({}, {}), 1024)
-                found = match.match_stacks(way, CompareSettings())
-                rows.setdefault(directions, []).extend(found.rows)
-                likeness.setdefault(directions, []).append(found.table_likeness)
-        monkeypatch.undo()
-        # 96 directions of 256 estimate a mean of squares to their square root's share, and a few percent more
-        np.testing.assert_allclose(likeness[96], likeness[views.DIRECTIONS], rtol=0.05, atol=0.05)
-        for few, all_of_them in zip(rows[96], rows[views.DIRECTIONS]):
-            assert few.units == all_of_them.units and few.by_chance < 8, name
+        for pair in ((base, source), (source, base)):
+            ways = [way_to(*pair, directions) for directions in (96, 256)]
+            assert ways[0].likeness == ways[1].likeness
+            (few,), (full,) = (match.match_layers(way, None, 1024)[0] for way in ways)
+            assert few.units == full.units and few.by_chance < 8, name
             if name == "stranger":
-                assert max(few.found, all_of_them.found) < 8, few
+                assert max(few.found, full.found) < 8, few
             else:
-                assert few.found == all_of_them.found == few.units, (name, few, all_of_them)
+                assert few.found == full.found == few.units, (name, few, full)
                 # of a copy all is rounding's; else the ridge weighs more where there are fewer directions
-                assert few.r == pytest.approx(all_of_them.r, abs=1e-4 if name == "copy" else 0.15), name
-                assert few.distance == pytest.approx(all_of_them.distance, abs=1e-6), name
+                assert few.r == pytest.approx(full.r, abs=1e-4 if name == "copy" else 0.15), name
 
 
 def test_matched_units_by_brute_force():
@@ -176,9 +149,9 @@ def test_nan_in_a_token_table_is_told():
     def change(name, weight):
         return weight.index_fill(0, torch.tensor([3]), torch.nan) if "embed" in name else weight
 
-    sources = (Newborn(GATED, 1), of_matrices(Newborn(GATED, 1), change))
-    both = [hidden_units(find_stacks(source)[0]) for source in sources]
-    assert "not finite" in match.likeliest_way(*both, ({}, {}), 1024)[1]
+    stacks = [find_stacks(s)[0] for s in (Newborn(GATED, 1), of_matrices(Newborn(GATED, 1), change))]
+    way, lack = match.likeliest_way(*stacks, ({}, {}), 1024)
+    assert way is None and "not finite" in lack
 
 
 KINDS = {"gated": GATED, "plain": PLAIN}
@@ -201,10 +174,10 @@ def test_disguised_models_keep_the_logits(config, transform, tmp_path):
 def test_disguise_as_a_script(tmp_path):
     base = save_perturbed(tmp_path / "a", GATED)
     words = [tmp_path / "a", "--transforms", "neurons", "signs", "--out", tmp_path / "b"]
-    done = run_here("lineage.disguise", *words)
+    done = run_here("reproduce.disguise", *words)
     assert done.returncode == 0, done.stderr
     assert all(row.share == 1 for row in found(base, formats.open_checkpoint(tmp_path / "b")))
-    assert_refused(run_here("lineage.disguise", *words), "is there already")
+    assert_refused(run_here("reproduce.disguise", *words), "is there already")
 
 
 def test_what_changes_take():
@@ -234,22 +207,15 @@ def test_fewer_units_and_layers_are_read_where_asked():
         assert (row.found, row.units) == (20, 20)
 
 
-def test_distance_is_one_less_the_correlation():
-    base = Newborn(replace(PRESETS["tiny_llama"], num_layers=1), 1)
-    for size in (0.5, 1.0):
-        for row in found(base, disguised(noised(base, size), ("rotate", "neurons"))):
-            # of 704 units' cosines: an error of about 1 / 704
-            assert row.distance == pytest.approx(1 - (1 + size**2) ** -0.5, abs=0.01)
-
-
 def test_counts_of_newborn_strangers():
     """Nearest neighbours in two views agree by chance: below one unit a layer, as for random permutations."""
     config = replace(GATED, num_layers=1, vocab_size=1024, d_model=128, d_ff=352)
-    models = [units_of(Newborn(config, seed)) for seed in range(9)]
+    stacks = [find_stacks(Newborn(config, seed))[0] for seed in range(9)]
+    ids = torch.arange(config.vocab_size)
     counts = []
-    for a, b in itertools.combinations(models, 2):
-        way = next(match.ways_to_read(a, b, match.equal_ids(a, b)))
-        (row,) = match.match_stacks(way, CompareSettings()).rows
+    for pair in itertools.combinations(stacks, 2):
+        read = [readings(stack, stack.tables)[0] for stack in pair]
+        ((row,), _) = match.match_layers(match.way_by(pair, read, (ids, ids), 1024), None, 1024)
         counts += [row.found, row.by_chance]
     # Of three pairs of views the best: the mean of the largest of three Poisson numbers of mean 0.25 is 0.65
     assert np.mean(counts) < 1 and max(counts) <= 8
@@ -258,7 +224,7 @@ def test_counts_of_newborn_strangers():
 MEMORY = """
 import json, pathlib, sys, threading
 import torch
-from lineage.compare import CompareSettings, compare_models, read_model
+from lineage.compare import CompareSettings, Model, compare_models
 from sources import checkpoint
 from strangers import formats
 
@@ -282,8 +248,8 @@ peaks = []
 done = threading.Event()
 watcher = threading.Thread(target=watch)
 watcher.start()
-models = [read_model("", formats.open_spec(checkpoint.parse_spec(sys.argv[1]))) for _ in range(2)]
-row, _ = compare_models(*models, CompareSettings(permutations=199, layers=4))
+models = [Model("", formats.open_spec(checkpoint.parse_spec(sys.argv[1]))) for _ in range(2)]
+row, _ = compare_models(*models, CompareSettings(layers=4, neurons=True))
 done.set()
 watcher.join()
 print(json.dumps({"verdict": row["verdict"], "growth": max(peaks) - before}))

@@ -26,7 +26,7 @@ PROBE = "probe.py --model tiny_gpt2 --num-sequences 4 --sequence-length 2"
 # What is typed in place of a result's own words, so that it takes a second.
 TINY = dict.fromkeys(("ablation", "mlp", "engage", "predict"), SMALL)
 TINY |= dict.fromkeys(("layers", "amplify", "intra", "variance", "cure"), f"{SMALL} --sequence-length 4")
-TINY |= dict.fromkeys(("compare", "matrix"), f"{PAIR} --units-per-layer 8 --permutations 199")
+TINY |= dict.fromkeys(("compare", "matrix"), f"{PAIR} --units-per-layer 8")
 TINY |= dict.fromkeys(("smollm2/anatomy", "smollm2/transplant"), SINKS)
 TINY |= {
     "probe": "--model tiny_gpt2 --num-sequences 4 --sequence-length 4",

@@ -2,7 +2,6 @@
 
 import hashlib
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,8 @@ from conftest import ROOT, run_here
 
 from init import newborn
 from lib.files import read_json
-from lineage.settings import CompareSettings
-from lineage.table import NO_EVIDENCE, SAME_BIRTH
+from lineage.judge import NO_EVIDENCE, SAME_BIRTH
 from model import ModelConfig
-from reproduce import robustness
 from sources import checkpoint
 from sources.data import load_tokenizer
 
@@ -31,8 +28,7 @@ def models(tmp_path_factory):
     return root / "base", root / "other" / "model.safetensors"
 
 
-def test_children_are_found_and_strangers_are_not(models, tmp_path, monkeypatch):
-    monkeypatch.setattr(robustness, "CompareSettings", partial(CompareSettings, permutations=199))
+def test_children_are_found_and_strangers_are_not(models, tmp_path):
     done = run_here("reproduce.robustness", *models, "--text", TEXT, "--steps", 15, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     result = read_json(tmp_path / "robustness.json")
@@ -49,5 +45,5 @@ def test_children_are_found_and_strangers_are_not(models, tmp_path, monkeypatch)
     assert rows["base", "itself"]["distance"] < 1e-6
     assert 0.01 < rows["base", "trained"]["distance"] < rows["base", "trained hard"]["distance"]
     found = result["layers"][list(rows).index(("base", "disguised, cut to 4 layers"))]
-    assert [layer["base_layer"] for layer in found] == [f"layer {number}" for number in (1, 2, 4, 5)]
+    assert [layer["base_layer"] for layer in found] == [1, 2, 4, 5]
     assert result["sha256"] == {"model.safetensors": hashlib.sha256(models[1].read_bytes()).hexdigest()}

@@ -105,8 +105,6 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
     for preset in ("tiny_llama", "tiny_qwen"):
         monkeypatch.setitem(model.PRESETS, preset, replace(model.PRESETS[preset], **small))
     monkeypatch.setattr(trainings, "SEEDS", (1000, 123))
-    few = partial(trainings.CompareSettings, permutations=199)
-    monkeypatch.setattr(trainings, "CompareSettings", few)
     short = {"paper_sequences": 60, "paper_length": 9}
     monkeypatch.setattr(trainings, "PaperSettings", partial(trainings.PaperSettings, **short))
     rows = trainings.lineage(RunSettings(out="out", **CPU))["rows"]

@@ -1,10 +1,9 @@
-"""lineage/verdict.py: every combination of evidence, and folders that made it say something false."""
+"""lineage/judge.py: every combination of evidence, and folders that made it say something false."""
 
 import itertools
 import json
 from dataclasses import replace
 from functools import partial
-from unittest import mock
 
 import pytest
 import safetensors.torch
@@ -13,25 +12,22 @@ import torch
 from sentencepiece import sentencepiece_model_pb2
 
 from lib.settings import UserError
-from lineage import compare, disguise
-from lineage.compare import CompareSettings, compare_models, read_model
-from lineage.layout import Stack
-from lineage.match import likeliest_way
-from lineage.table import (
+from lineage.compare import CompareSettings, Model, compare_models
+from lineage.judge import (
     INCONCLUSIVE,
     NO_EVIDENCE,
-    PART_IN_COMMON,
     SAME_BIRTH,
-    Match,
     Pair,
     Row,
     beyond_chance,
-    fill,
-    judge_stacks,
-    mark_units,
+    judge,
+    mark_neurons,
+    row_of,
 )
-from lineage.verdict import row_of, sentence_of
+from lineage.layout import find_stacks
 from model import ModelConfig
+from reproduce import disguise
+from reproduce.disguise import as_source
 from reproduce.robustness import noised
 from sources import checkpoint
 from strangers import formats
@@ -47,24 +43,23 @@ OUTCOMES = {
 def judged_pair(counts=None, depth=24, r=0.2, base_layers=None, units=1000, body=None, **more) -> Pair:
     """A judged pair of stacks of one depth: `counts` of 1,000 units by layer, from 1, one in the others.
 
-    Without counts no units are looked for. `more` may have `equal` layers and `namesakes`, `read` layers,
-    another `lack`, and the `embedding`'s coordinates.
+    Without counts no units are looked for. `more` may have `equal` layers and those that are `alike`, `read`
+    layers, another `lack`, and the `embedding`'s coordinates.
     """
-    layers = dict.fromkeys(range(depth), {})
-    stack = Stack("", 256, layers, tables=[("table",)], may_have_units=more.get("may_have_units", False))
+    (stack,) = find_stacks(Newborn(ModelConfig(8, 4, depth, 1, 4, 4), 1), "B")
+    stack.may_have_mlps = more.get("may_have_mlps", False)
     rows = []
     for layer in more.get("read", range(1, depth + 1)) if counts is not None else ():
         closest = (base_layers or {}).get(layer, layer)
-        found = counts.get(layer, 1)
         middle = stack.is_middle(layer) + stack.is_middle(closest)
-        rows.append(Row(layer, f"layer {layer}", "", 0, closest, "", middle, found, units, r, 1, found, 0.2))
-    mark_units(rows)
+        counted = {"found": counts.get(layer, 1), "units": units, "r": r, "by_chance": 1}
+        rows.append(Row(layer, closest=closest, num_middle=middle, in_place=1000, **counted))
+    mark_neurons(rows)
     tests = (("body", body), ("embedding", more.get("embedding")))
     coordinates = {kind: OUTCOMES[test] for kind, test in tests if test}
-    pair = Pair(stack, stack, Match(rows, {}, 4096, 0.06), coordinates, lack=more.get("lack", ""))
-    pair.equal, pair.namesakes, pair.is_whole = more.get("equal", {}), more.get("namesakes", {}), True
-    fill(pair)
-    pair.verdict, pair.reason = judge_stacks(pair)
+    pair = Pair(stack, stack, rows, {}, 4096, 0.06, coordinates, lack=more.get("lack", ""))
+    pair.equal, pair.alike = more.get("equal", {}), more.get("alike", {})
+    judge(pair)
     return pair
 
 
@@ -73,15 +68,15 @@ LATE = {18: 70, 20: 100, 22: 160, 24: 370}  # what unrelated language models sha
 TAIL = {layer: 18 + layer for layer in range(1, 6)}  # layers of a model cut to its end
 NOISED = dict.fromkeys(TAIL, 300)
 MATCHES = {  # what was matched: the verdict, and what its sentence says
-    "all, strongly": (dict(counts=ALL, r=0.95), SAME_BIRTH, "1,000 of 1,000 neurons of every layer"),
-    "all, weakly": (dict(counts=ALL, r=0.1), SAME_BIRTH, "every layer were matched, weakly (r = 0.10)"),
-    "two in the middle": (dict(counts={9: 600, 10: 600}), SAME_BIRTH, "of 2 of 24 layers"),
-    "two late ones, strongly": (dict(counts={23: 300, 24: 300}, r=0.6), SAME_BIRTH, "of 2 of 24 layers"),
-    "one in the middle": (dict(counts={9: 600}), INCONCLUSIVE, "in layer 9 of the base, but no other"),
+    "all, strongly": (dict(counts=ALL, r=0.95), SAME_BIRTH, "1,000 of 1,000 neurons of 24 of the 24 layers"),
+    "all, weakly": (dict(counts=ALL, r=0.1), SAME_BIRTH, "layers read were matched, weakly (r = 0.10)"),
+    "two in the middle": (dict(counts={9: 600, 10: 600}), SAME_BIRTH, "of 2 of the 24 layers"),
+    "two late ones, strongly": (dict(counts={23: 300, 24: 300}, r=0.6), SAME_BIRTH, "of 2 of the 24 layers"),
+    "one in the middle": (dict(counts={9: 600}), INCONCLUSIVE, "(r = 0.20), but no other"),
     "one layer twice": (dict(counts={9: 900, 10: 900}, base_layers={10: 9}), INCONCLUSIVE, "but no other"),
     "one of the read": (dict(counts={9: 900}, read=(9, 14, 19, 24)), INCONCLUSIVE, "but no other"),
-    "one of few": (dict(counts={2: 600}, depth=6), INCONCLUSIVE, "1 of 6 layers"),
-    "the only one": (dict(counts={1: 600}, depth=1, r=0.9), SAME_BIRTH, "of every layer"),
+    "one of few": (dict(counts={2: 600}, depth=6), INCONCLUSIVE, "1 of the 6 layers read"),
+    "the only one": (dict(counts={1: 600}, depth=1, r=0.9), SAME_BIRTH, "of 1 of the 1 layers"),
     "some in the middle": (dict(counts={9: 120}), INCONCLUSIVE, "12% of layer 9"),
     "late ones": (dict(counts=LATE), NO_EVIDENCE, "(37% of layer 24, r = 0.20), as of unrelated"),
     "all late, weakly": (dict(counts={23: 900, 24: 900}), INCONCLUSIVE, "were matched (90% of layer"),
@@ -97,58 +92,56 @@ def test_units_decide_by_share_strength_and_place(case):
     how, verdict, said = MATCHES[case]
     for embedding in (None, *OUTCOMES):
         pair = judged_pair(**how, body="nothing", embedding=embedding)
-        assert pair.verdict == verdict and said in sentence_of(pair, ""), sentence_of(pair, "")
-    row = row_of(pair)
+        assert pair.verdict == verdict and said in pair.sentence, pair.sentence
+    row, _ = row_of(pair)
     told = next(each for each in pair.rows if each.layer == row["layer"])
     assert (row["units_found"], row["units"], row["r"]) == (told.found, told.units, told.r)
 
 
-def namesakes(**alike: float) -> dict:
-    """The least correlation of the matrices of each of 24 layers, in place: 0.01, but for some, as `_15`."""
-    return {layer: (layer, alike.get(f"_{layer}", 0.01), 0.5) for layer in range(1, 25)}
-
-
 def test_every_combination_of_coordinates():
     """They decide by every kind of matrix of two layers, whatever tables and units say; z alone does not."""
-    choices = ([None, *OUTCOMES], [None, *OUTCOMES], (True, False), ({}, {"_4": 0.1, "_9": 0.7}))
+    few = dict.fromkeys(range(1, 25), (0.01, 0.5))
+    kin = few | {4: (0.1, 0.5), 9: (0.7, 0.5)}
+    choices = ([None, *OUTCOMES], [None, *OUTCOMES], (True, False), (few, kin))
     for body, embedding, has_units, alike in itertools.product(*choices):
         how = {"counts": {}} if has_units else {"lack": "no MLPs found in B"}
-        how |= {"body": body, "embedding": embedding, "namesakes": namesakes(**alike)}
+        how |= {"body": body, "embedding": embedding, "alike": alike if body == "same" else {}}
         expected = NO_EVIDENCE
         if body == "same":
-            expected = SAME_BIRTH if alike else INCONCLUSIVE
+            expected = SAME_BIRTH if alike == kin else INCONCLUSIVE
         elif not has_units and body in (None, "between"):
             expected = INCONCLUSIVE
         assert judged_pair(**how).verdict == expected, how
-    how |= {"body": "nothing", "may_have_units": True}  # a basis may have been changed
+    how |= {"body": "nothing", "may_have_mlps": True}  # a basis may have been changed
     assert judged_pair(**how).verdict == INCONCLUSIVE
 
 
 def test_layers_count_once_whatever_shows_them():
     """A layer by its bits and one by its coordinates are two; of one layer both are one."""
     for equal, verdict in (({3: 4}, SAME_BIRTH), ({15: 15}, INCONCLUSIVE), ({3: 15}, INCONCLUSIVE)):
-        pair = judged_pair({}, body="same", namesakes=namesakes(_15=0.9), equal=equal)
-        assert pair.verdict == verdict, equal
+        assert judged_pair({}, body="same", alike={15: (0.9, 0.5)}, equal=equal).verdict == verdict, equal
     assert judged_pair({}, equal={3: 4, 5: 4}).verdict == INCONCLUSIVE
     pair = judged_pair({}, equal={4: 1, 5: 2, 6: 3})
     assert pair.verdict == SAME_BIRTH
-    assert sentence_of(pair, "").startswith("layers 4-6 are bit for bit the base's layers 1-3; ")
+    begin = "matrices of layers 4-6 begin bit for bit as those of the base's layers 1-3; "
+    assert pair.sentence.startswith(begin), pair.sentence
 
 
 def test_units_of_layers_of_several_widths():
     pair = judged_pair(ALL, r=0.95)
-    pair.rows[3] = replace(pair.rows[3], found=256, units=512)
-    assert "at least 256 of 512 neurons of every layer were matched" in sentence_of(pair, "")
+    pair.matched[3] = replace(pair.matched[3], found=256, units=512)
+    judge(pair)
+    assert "at least 256 of 512 neurons of 24 of the 24 layers read were matched" in pair.sentence
 
 
 def test_chance_is_poisson_over_all_counts():
-    row = judged_pair({1: 12}).rows[0]
+    row = judged_pair({1: 12}).matched[0]
     searches = (10**-6 / scipy.stats.poisson.sf(11, 1) / 3) ** 0.5  # three pairs of views, layers with layers
     assert beyond_chance(row, int(searches)) and not beyond_chance(row, int(searches) + 1)
     row = replace(row, found=900, by_chance=900, r=1.0)  # ties explain it
     assert not beyond_chance(row, 1)
-    mark_units([row])
-    assert not row.has_units_of_base
+    mark_neurons([row])
+    assert not row.has_neurons_of_base
 
 
 # ---- folders that were made to fool it ---------------------------------------------------------------------
@@ -190,21 +183,11 @@ def judged(base, suspect) -> tuple[str, str]:
 
 
 def row_by_both(base, suspect) -> dict:
-    """The thorough row of two sources, whose verdict is that of a glance, too."""
-    models = [read_model(name, source) for name, source in (("A", base), ("B", suspect))]
-    ways = {}
-
-    def likeliest_once(bases, suspects, *others):  # of both: most of their time
-        key = (id(bases), id(suspects))
-        if key not in ways:
-            ways[key] = likeliest_way(bases, suspects, *others)
-        return ways[key]
-
-    with mock.patch.object(compare, "likeliest_way", likeliest_once):
-        glance, details = compare_models(*models, CompareSettings())
-        row, more_details = compare_models(*models, CompareSettings(thorough=True, permutations=199))
+    """The row of two sources, with neurons whatever else tells; without them the verdict is the same."""
+    models = [Model(name, source) for name, source in (("A", base), ("B", suspect))]
+    glance, details = compare_models(*models, CompareSettings())
+    row, more_details = compare_models(*models, CompareSettings(neurons=True))
     json.dumps([row, glance, details, more_details], allow_nan=False)
-    assert details["layer_map"].get("suspect") != []  # which no figure shows
     assert row["verdict"] == glance["verdict"], (row["sentence"], glance["sentence"])
     return row
 
@@ -279,9 +262,9 @@ FOUND = {  # what was done to the base, and to a hidden child or a stranger
     "DBRX": (DBRX, DBRX),
     "layers moved, no head": ({}, {"lm_head.weight": "", "layers.0.": "layers.3."}),
     "halves and in turn": (fused, IN_TURN),
-    "apart, and of eight processes": ({}, partial(fused, turns=8)),
-    "of four and of eight processes": (partial(fused, turns=4), partial(fused, turns=8, exchanged=True)),
+    "apart, and in turn, exchanged": ({}, partial(fused, turns=96, exchanged=True)),
     "beside a stranger": ({}, beside_a_stranger),
+    "heads alone": ({"model.embed_tokens.weight": ""}, {"model.embed_tokens.weight": ""}),
     "few tokens": ({}, first_tokens),
     "a huge token": ({}, with_a_huge_token),
     "matrices of huge scale": ({}, lambda weights: {name: 1e18 * weights[name] for name in weights}),
@@ -294,7 +277,6 @@ UNKNOWN = {  # what was done to both, and what the sentence says is missing
     "MLPs called attention": ({"mlp.": "self_attn."}, "no MLPs found in A"),
     "MLPs in factors": (factored, "no MLPs found in A"),
     "a narrow table": (with_a_narrow_table, "no embedding matrix found in A"),
-    "a head alone": ({"model.embed_tokens.weight": ""}, "no embedding matrix but what may be a head found"),
 }
 
 
@@ -311,10 +293,11 @@ def judged_in_folders(place, of_base, of_suspect) -> list[tuple[str, str]]:
 def test_children_are_found_and_strangers_are_not(case, tmp_path):
     (answer, sentence), stranger = judged_in_folders(tmp_path, *FOUND[case])
     if case == "beside a stranger":  # nothing tells which of the two is the model
-        assert answer == PART_IN_COMMON and sentence.startswith("its `a` (3 layers) is the base's"), sentence
-        assert "no evidence (its `model` (3 layers)" in sentence
+        assert answer == INCONCLUSIVE, sentence
+        for part, said in (("a", SAME_BIRTH), ("model", NO_EVIDENCE)):
+            assert f"`{part}.layers` and the base's `model.layers`: {said}" in sentence, sentence
     else:
-        assert answer == SAME_BIRTH and "neurons of every layer were matched" in sentence, sentence
+        assert answer == SAME_BIRTH and "neurons of 3 of the 3 layers read were matched" in sentence, sentence
     if case == "few tokens":  # enough to find a child, but not to say that there is none
         assert stranger[0] == INCONCLUSIVE and "share 100 tokens" in stranger[1]
     else:
@@ -325,7 +308,7 @@ def test_children_are_found_and_strangers_are_not(case, tmp_path):
 def test_what_was_not_looked_for_is_no_evidence_of_nothing(case, tmp_path):
     change, said = UNKNOWN[case]
     child, stranger = judged_in_folders(tmp_path, change, change)
-    if case in ("views alike", "a head alone"):  # a child is seen all the same
+    if case == "views alike":  # a child is seen all the same
         assert child[0] == SAME_BIRTH
         child = stranger
     for answer, sentence in (child, stranger):
@@ -402,7 +385,7 @@ def test_what_people_bring(case, tmp_path, capsys):
         weights = changed(weights_of(source), of_suspect)
         answer, sentence = judged(base, folder_with(tmp_path / name, weights, raw))
         assert answer == (NO_EVIDENCE if name == "stranger" else SAME_BIRTH), (name, sentence)
-        assert ("neurons of every layer" in sentence) == (name != "stranger"), sentence
+        assert name == "copy" or ("3 of the 3 layers" in sentence) == (name != "stranger"), sentence
     warned = capsys.readouterr().err
     assert ("it is read by its weights alone" in warned) == (raw is not RAW)
 
@@ -419,7 +402,7 @@ def test_no_row_of_a_table_agrees(tmp_path):
         "copy": (
             weights_of(BASE),
             SAME_BIRTH,
-            "layers 1-3 are bit for bit the base's layers 1-3; the base's",
+            "of layers 1-3 begin bit for bit as those of the base's layers 1-3; the base's",
         ),
         "noised": (weights_of(noised(BASE, 2)), SAME_BIRTH, "in every kind of matrix of layers 1-3"),
         "tokens moved": (moved, SAME_BIRTH, "; embedding matrices that were not seen to agree"),
@@ -448,20 +431,10 @@ def test_layers_at_other_places(tmp_path):
 
 MOVED = PQR | {".1.": ".2."}
 COPIED = {  # matrices that a stranger has of the base, bit for bit, in place of its own; what is said then
-    "an MLP": (
-        ".1.mlp.",
-        ".2.mlp.",
-        MOVED,
-        "MLPs of layer 3 are bit for bit MLPs of the base's layer 2,",
-    ),
-    "each MLP": (".mlp.", ".mlp.", PQR, "MLPs of layers 1-3 are bit for bit MLPs of the base's layers"),
+    "an MLP": (".1.mlp.", ".2.mlp.", MOVED, "of layer 3 begin bit for bit as those of the base's layer 2,"),
+    "each MLP": (".mlp.", ".mlp.", PQR, "of layers 1-3 begin bit for bit as those of the base's layers 1-3"),
     "a matrix": ("1.mlp.up", "1.mlp.up", {}, "a part may have been copied"),
-    "it moved": (
-        ".1.self_attn.q",
-        "none",
-        {"1.self_attn.q_proj": "2.mix"},
-        "are the base's bit for bit, but no whole MLP or layer",
-    ),
+    "it moved": (".1.self_attn.q", "none", {"1.self_attn.q_proj": "2.mix"}, "but no whole MLP or layer"),
 }
 
 
@@ -475,8 +448,7 @@ def test_equal_bits_anywhere_are_evidence(case):
     formula = {f"model.layers.{layer}.dft.x": random_rows(64).cos() for layer in range(3)}
     others, stranger = (weights | changed(formula, {"x": "y"}) for weights in (others, stranger))
     base, others, stranger = (
-        disguise.as_source(weights, CONFIG)
-        for weights in (base | formula, others | changed(copied, names), stranger)
+        as_source(weights, CONFIG) for weights in (base | formula, others | changed(copied, names), stranger)
     )
     answer, sentence = judged(base, others)
     assert answer == (SAME_BIRTH if case == "each MLP" else INCONCLUSIVE) and said in sentence, sentence
@@ -491,12 +463,10 @@ def in_three_values(weights: dict) -> dict:
 def test_equal_bits_of_few_values():
     base, stranger = (in_three_values(weights_of(source)) for source in (BASE, STRANGER))
     thief = stranger | {name: weight for name, weight in base.items() if ".1.mlp." in name}
-    sources = [disguise.as_source(weights, CONFIG) for weights in (base, stranger, thief)]
+    sources = [as_source(weights, CONFIG) for weights in (base, stranger, thief)]
     assert judged(sources[0], sources[1])[0] == NO_EVIDENCE
     answer, sentence = judged(sources[0], sources[2])
-    assert answer == INCONCLUSIVE and "MLPs of layer 2 are bit for bit MLPs of the base's" in sentence, (
-        sentence
-    )
+    assert answer == INCONCLUSIVE and "of layer 2 begin bit for bit as those of" in sentence, sentence
 
 
 def as_tokenizer_json(place, ids: dict) -> None:
@@ -529,11 +499,13 @@ def test_a_permuted_vocabulary(write, tmp_path):
     theirs = {f"token_{string}": number for number, string in enumerate(order.tolist())}
     base = folder_with(tmp_path / "base", weights_of(BASE))
     write(tmp_path / "base", usual)
+    few = {string if number < 65 else f"_{string}": number for string, number in theirs.items()}
     cases = {
         "plain": (permuted, None, NO_EVIDENCE, "if their token numbers mean the same"),
-        "true": (permuted, theirs, SAME_BIRTH, "every layer"),
+        "true": (permuted, theirs, SAME_BIRTH, "3 of the 3 layers read"),
         "lying": (permuted, usual, NO_EVIDENCE, "if their tokenizers tell the truth"),
-        "lying of equal tokens": (weights, theirs, SAME_BIRTH, "every layer"),
+        "lying of equal tokens": (weights, theirs, SAME_BIRTH, "3 of the 3 layers read"),
+        "lying of few": (weights_of(noised(CHILD, 0.5)), few, SAME_BIRTH, "3 of the 3 layers read"),
     }
     for name, (tensors, vocabulary, expected, said) in cases.items():
         suspect = folder_with(tmp_path / name, tensors)
@@ -544,45 +516,6 @@ def test_a_permuted_vocabulary(write, tmp_path):
     (tmp_path / "base" / "tokenizer.json").unlink(missing_ok=True)
     (tmp_path / "base" / "tokenizer.model").write_bytes(b"IQ== 0")  # Llama 3's own: it tells nothing here
     assert write in (as_vocab_json, as_vocab_txt) or token_ids(tmp_path / "base") == {}
-
-
-@pytest.mark.parametrize("family", ["paligemma", "llama"])
-@pytest.mark.parametrize("size", [0, 0.3])
-def test_gains_less_one(family, size, tmp_path):
-    """Gains that are stored as Gemma's, all 1 or not, are found whatever config.json calls the family."""
-    raw = RAW | {"model_type": family, "text_config": {"model_type": "gemma", "hidden_size": 64}}
-    if family == "llama":
-        raw = checkpoint.config_json(CONFIG)
-    generator = torch.Generator().manual_seed(0)
-    weights = weights_of(BASE)
-    for name, weight in weights.items():
-        if weight.ndim == 1:
-            weights[name] = 1 + size * torch.randn(weight.shape, generator=generator)
-    base = disguise.as_source(weights, CONFIG)
-    child = disguise.disguised(base, ("neurons",))
-    sources = []
-    for place, source, config in (("a", base, RAW | {"model_type": "gemma"}), ("b", child, raw)):
-        stored = {name: w - 1 if w.ndim == 1 else w for name, w in weights_of(source).items()}
-        sources.append(folder_with(tmp_path / place, stored, config))
-    for pair in (sources, sources[::-1]):
-        answer, sentence = judged(*pair)
-        assert answer == SAME_BIRTH and "of every layer were matched; " in sentence, sentence
-
-
-TORCHTUNE = ("sa_norm.scale", "mlp_norm.scale")
-MEGATRON = ("self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.layer_norm_weight")
-
-
-@pytest.mark.parametrize("before, between", [TORCHTUNE, MEGATRON], ids=["torchtune", "Megatron"])
-def test_gains_of_other_names(before, between, tmp_path):
-    names = {"input_layernorm.weight": before, "post_attention_layernorm.weight": between}
-    weights = weights_of(BASE)
-    for name, weight in weights.items():
-        if weight.ndim == 1:
-            weights[name] = random_rows(1)[0].abs() + len(name) * torch.arange(64) / 640
-    base = folder_with(tmp_path / "a", weights)
-    answer, sentence = judged(base, folder_with(tmp_path / "b", changed(weights, names)))
-    assert answer == SAME_BIRTH and "matched neurons read is the base's, up to rounding" in sentence, sentence
 
 
 @pytest.mark.parametrize("case", ["biases", "no gains", "a score in place of the head"])
@@ -621,7 +554,7 @@ def test_constants_are_no_kinship(tmp_path):
         sources.append(folder_with(tmp_path / str(number), weights_of(source) | others | mask))
     assert judged(*sources)[0] == NO_EVIDENCE
     _, sentence = judged(sources[0], sources[0])
-    assert sentence.startswith("layers 1-3 are bit for bit the base's layers 1-3; 96")
+    assert "of layers 1-3 begin bit for bit as those of the base's layers 1-3; " in sentence
 
 
 def test_tokens_that_are_all_alike_are_told(tmp_path):

@@ -1,6 +1,6 @@
 """What can be done to a checkpoint, so that it still computes what it did, or nearly, and looks like another?
 
-    python -m lineage.disguise runs/default --transforms rotate neurons signs --out disguised
+    python -m reproduce.disguise runs/default --transforms rotate neurons signs --out disguised
 
 `rotate` turns the residual stream by a random orthogonal matrix, after every gain went into the matrices
 that read it; `neurons` shuffles each layer's neurons and heads; `signs` flips the sign of half of the
@@ -158,7 +158,8 @@ def as_source(weights, config):
     def read(name, part=()):
         return weights[name][part]
 
-    said = {"config": config, "family": "bornbiased", "place": None}
+    said = {"config": config, "place": None, "told": {"layers": None, "tokens": None, "parts": ""}}
+    said |= {"packed": {}, "is_scaled": True, "names_mlps": False}
     return SimpleNamespace(shapes=shapes, read=read, expect=lambda parts: None, **said)
 
 
