@@ -1,9 +1,7 @@
 """Are two models of one birth? Look at bits, coordinates and neurons, and judge. (ours)
 
-A neuron is a hidden unit of an MLP. A row gives how many were matched (`units_found` of `units`), and the
-median correlation of the matches (`r`); or how far matrices moved (`distance`: 0 of a copy, 1 of an unrelated
-model), where coordinates tell it. `body_z` and `embedding_z` are z-scores: how much better the weights'
-coordinates agree than if permuted. `lineage/judge.py` has the rules for the verdict.
+A row gives how many neurons (hidden units of an MLP) were matched, `units_found` of `units`, and their median
+correlation `r`. `lineage/judge.py` has the rules for the verdict.
 """
 
 import functools
@@ -48,9 +46,7 @@ class Model:
                 source.read(parameter)
         self.name = name
         self.source = source
-        stacks = find_stacks(source, name)
-        self.stacks = [stack for stack in stacks if stack.may_be_model]
-        self.others = [stack for stack in stacks if not stack.may_be_model]
+        self.stacks = find_stacks(source, name)
 
     @functools.cached_property
     def vocabulary(self):
@@ -64,30 +60,24 @@ def compare_models(base: Model, suspect: Model, settings: CompareSettings):
     Each stack that may be the language model counts by the one of the other checkpoint that it is closest to.
     Where these disagree, nothing is concluded. Other parts are compared by their bits, and named.
     """
-    stacks = itertools.product(base.stacks, suspect.stacks)
-    pairs = [compare_stacks(*both, base, suspect, settings) for both in stacks]
-    closest = []
-    for stack in suspect.stacks + base.stacks:
-        own = [pair for pair in pairs if stack in (pair.base, pair.suspect)]
-        closest.append(min(own, key=lambda pair: VERDICTS.index(pair.verdict)))
+    models = [[stack for stack in model.stacks if stack.may_be_model] for model in (base, suspect)]
+    pairs = [compare_stacks(*stacks, base, suspect, settings) for stacks in itertools.product(*models)]
+    pairs.sort(key=lambda pair: VERDICTS.index(pair.verdict))
+    closest = [next(p for p in pairs if stack in (p.base, p.suspect)) for stack in models[1] + models[0]]
     row, details = row_of(closest[0])
     if len({pair.verdict for pair in closest}) > 1:
-        parts = {f"`{pair.suspect.part}` and the base's `{pair.base.part}`": pair for pair in closest}
+        parts = {f"`{pair.suspect.prefix}*` and the base's `{pair.base.prefix}*`": pair for pair in closest}
         said = [f"{parts_of}: {pair.verdict}: {pair.sentence}" for parts_of, pair in parts.items()]
         row |= {"verdict": INCONCLUSIVE, "sentence": f"its parts differ: {'; '.join(said)}"}
-    for stack in suspect.others:
-        equal = [other.part for other in base.stacks + base.others if is_copy(stack, other)]
-        how = f"begins bit for bit as the base's `{equal[0]}`" if equal else "was not looked at"
-        row["sentence"] += f"; its `{stack.part}` {how}"
+    for stack in [stack for stack in suspect.stacks if not stack.may_be_model]:
+        equal = [other.prefix for other in base.stacks if is_copy(stack, other)]
+        how = f"begins bit for bit as the base's `{equal[0]}*`" if equal else "was not looked at"
+        row["sentence"] += f"; its `{stack.prefix}*` {how}"
     return row, details
 
 
 def compare_stacks(base_stack, suspect_stack, base, suspect, settings):
-    """The judged Pair of two stacks.
-
-    Bits and coordinates of a few rows come first. If these settle every layer, nothing more is read.
-    Otherwise neurons are matched, at first in few directions.
-    """
+    """The judged Pair of two stacks. Neurons are looked for where bits and coordinates leave a layer open."""
     pair = Pair(base_stack, suspect_stack)
     pair.bare = " and ".join(filter(None, map(why_bare, (base_stack, suspect_stack))))
     pair.coordinates, pair.alike = look(base_stack, suspect_stack)
@@ -103,8 +93,7 @@ def compare_neurons(pair, vocabularies, settings):
     stacks = (pair.base, pair.suspect)
     shown = layers_to_read(*stacks, settings.layers)
     for stack, layers, tables in zip(stacks, shown, tables_to_read(*stacks)):
-        mlps = itertools.chain(*(stack.mlps[layer - 1] for layer in layers))
-        names = {name for mlp in mlps for name in mlp.matrices.values()}
+        names = {name for layer in layers for mlp in stack.mlps[layer - 1] for name in mlp.matrices.values()}
         stack.source.expect((name, ()) for name in names.union(tables))
     way, lack = likeliest_way(*stacks, vocabularies, FEW)
     if way is None:
@@ -114,8 +103,7 @@ def compare_neurons(pair, vocabularies, settings):
     pair.num_tokens, pair.likeness = way.num_tokens, way.likeness
     if not pair.is_kin:
         pair.matched = match_again(way, pair.matched, MANY, settings.units_per_layer)
-    is_lone = [stack.has_lone_table for stack in stacks]
-    if is_lone[0] != is_lone[1] and all(stack.heads == stack.tables for stack in stacks):
+    if pair.base.has_lone_table != pair.suspect.has_lone_table and all(s.heads == s.tables for s in stacks):
         pair.lack = "an embedding matrix is compared with what may be a head"
 
 
@@ -154,10 +142,8 @@ def matrix(settings: CompareSettings):
     """Which of several models share an initialization? All pairs, heat map, family tree (BB Table 4)."""
     models = [open_model(name, settings) for name in check_several(settings.models)]
     experiment = Experiment("matrix", "BB Table 4", settings)
-    rows = []
-    for a, b in progress(list(itertools.combinations(models, 2)), desc="matrix", unit=" pairs"):
-        row, _ = compare_models(a, b, settings)
-        rows.append({"a": a.name, "b": b.name} | row)
+    pairs = progress([*itertools.combinations(models, 2)], desc="matrix", unit=" pairs")
+    rows = [{"a": a.name, "b": b.name} | compare_models(a, b, settings)[0] for a, b in pairs]
     result = experiment.save(rows, ("a", "b", *VERDICT_COLUMNS))
     draw_family(experiment.folder / "matrix.png", models, rows)
     return result

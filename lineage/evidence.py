@@ -21,25 +21,33 @@ from torch import Tensor
 from lib.runtime import progress
 from lineage.judge import CHANCE_LOG10_P
 from lineage.layout import BATCH, NO_WEIGHTS, is_varied
-from lineage.views import evenly_spaced, is_along
+from lineage.views import MOST_EXPERTS, evenly_spaced, is_along
 
-LOOKED_AT, BLOCK = 64, 32  # rows of a matrix that are read, in blocks of so many that lie side by side
+BLOCK = 32  # rows that are read of a matrix: so many of its first, and of its last
 
 
 @functools.lru_cache(maxsize=16)
 def digests_of(stack):
     """Of each layer the SHA-256 of the first numbers of its matrices, by name: those of varied ones."""
-    shapes = stack.source.shapes
     layers = []
     for names in progress(stack.layers, desc="bits", leave=False):
         layers.append({})
         for name in names.values():
-            if len(shapes[name]) > 1 and not NO_WEIGHTS.search(name):
-                first = (*[0] * (len(shapes[name]) - 2), slice(0, -(-BATCH // shapes[name][-1])))
-                numbers = stack.source.read(name, first).flatten()[:BATCH].float()
-                if is_varied(numbers):
-                    layers[-1][name] = hashlib.sha256(numbers.numpy()).hexdigest()  # in whatever format
+            if len(stack.source.shapes[name]) > 1 and not NO_WEIGHTS.search(name):
+                begun = first_numbers(stack.source, name)
+                if is_varied(begun):
+                    layers[-1][name] = hashlib.sha256(begun.numpy()).hexdigest()  # in whatever format
     return layers
+
+
+def first_numbers(source, name):
+    """The first BATCH numbers of a tensor, or of each of some experts that it stacks, float32."""
+    shape = source.shapes[name]
+    first = slice(0, -(-BATCH // shape[-1]))
+    parts = [(first,)]
+    if len(shape) > 2:
+        parts = [(i, *[0] * (len(shape) - 3), first) for i in evenly_spaced(shape[0], MOST_EXPERTS)]
+    return torch.cat([source.read(name, part).flatten()[:BATCH] for part in parts]).float()
 
 
 def why_bare(stack):
@@ -66,11 +74,10 @@ def equal_layers(base, suspect):
     for number, layer in enumerate(digests_of(suspect), start=1):
         mlps = {name for mlp in suspect.mlps[number - 1] for name in mlp.matrices.values()}
         for names in (mlps, layer.keys()):
-            found = [places.get(layer.get(name)) for name in names]
-            own = [place for place in found if place]
-            are_any |= bool(own)
-            if own and len({*found}) == 1:
-                equal[number] = own[0]
+            found = {places.get(layer.get(name)) for name in names}
+            are_any |= any(found)
+            if any(found) and len(found) == 1:
+                equal[number] = found.pop()
     return equal, are_any
 
 
@@ -90,10 +97,9 @@ def look(a, b):
     if a.width != b.width:
         return {}, {}
     correlations, agreements = defaultdict(list), defaultdict(list)
-    for place in progress(dict.fromkeys([*a.matrices, *b.matrices]), desc="coordinates", leave=False):
-        names = [stack.matrices.get(place) for stack in (a, b)]
+    for layer, rest in progress(dict.fromkeys([*a.matrices, *b.matrices]), desc="coordinates", leave=False):
+        names = [stack.matrices.get((layer, rest)) for stack in (a, b)]
         shapes = [stack.source.shapes.get(name) for stack, name in zip((a, b), names)]
-        layer, _ = place
         if not all(names) or (layer is not None and shapes[0] != shapes[1]):
             correlations[layer].append(0.0)
             continue
@@ -106,29 +112,28 @@ def look(a, b):
             rows = [each.T for each in rows]
         rows = [(each - each.mean(0)).flatten() for each in rows]
         correlations[layer].append(torch.cosine_similarity(*rows, dim=0).item())
-    tests = {}
-    if None in agreements:
-        tests["embedding"] = joint_test(agreements.pop(None))
-    layers = {layer: joint_test(found, len(agreements) + 1) for layer, found in agreements.items()}
-    if layers:
-        together = joint_test(sum(agreements.values(), []), len(agreements) + 1)
-        tests["body"] = min([together, *layers.values()], key=lambda test: test["log10_p"])
-    told = {layer: correlations[layer] for layer, test in layers.items() if test["same"]}
+    tests = {"embedding": joint_test(agreements.pop(None))} if None in agreements else {}
+    agreements = {0: sum(agreements.values(), [])} | agreements  # all layers together, and each
+    bodies = {layer: joint_test(found, len(agreements)) for layer, found in agreements.items() if found}
+    if bodies:
+        tests["body"] = min(bodies.values(), key=lambda test: test["log10_p"])
+    told = {layer: correlations[layer] for layer, test in bodies.items() if layer and test["same"]}
     distances = {layer: round(1 - float(np.clip(np.mean(found), 0, 1)), 6) for layer, found in told.items()}
     return tests, {layer: (min(found), distances[layer]) for layer, found in told.items()}
 
 
 def parts_looked_at(shape):
-    """The parts of a tensor of this shape, or of its first expert, that are read."""
+    """The parts of a tensor that are read: first and last rows, of the first and last expert."""
     if len(shape) < 2:
         return [()]
-    size = min(BLOCK, shape[-2])
-    starts = evenly_spaced(shape[-2] - size + 1, LOOKED_AT // BLOCK)
-    return [(*[0] * (len(shape) - 2), slice(start, start + size)) for start in starts]
+    *experts, count, _ = shape
+    size = min(BLOCK, -(-count // 2))
+    last = [number - 1 for number in experts]
+    return [(*[0] * len(experts), slice(0, size)), (*last, slice(count - size, count))]
 
 
 def rows_looked_at(stack, name, shape):
-    """Up to LOOKED_AT rows of a matrix of at least this shape, as they are stored, (n, columns) of float32.
+    """Some rows of a matrix of at least this shape, as they are stored, (n, columns) of float32.
 
     Without the mean of its diagonal: a birth may be near a multiple of the identity.
     """
@@ -145,16 +150,12 @@ def agreement(A: Tensor, B: Tensor):
     S = mean_j C[j, pi(j)] over uniform permutations pi has mean(C) and variance sum(C'^2) / (d^2 (d - 1)), C'
     doubly centred, by products of n rows with n.
     """
-    correlated, rows = [], []
-    for weight in (A, B):
-        weight = weight - weight.mean(0)
-        weight /= weight.norm(dim=0).clamp(min=1e-30)
-        correlated.append(weight)
-        rows.append(weight - weight.mean(1, keepdim=True))
     d = A.shape[1]
-    matched = torch.dot(*[weight.flatten() for weight in correlated]).item() / d
-    excess = torch.dot(*[weight.flatten() for weight in rows]).item() / d
-    A, B = rows
+    A, B = (weight - weight.mean(0) for weight in (A, B))
+    A, B = (weight / weight.norm(dim=0).clamp(min=1e-30) for weight in (A, B))
+    matched = torch.dot(A.flatten(), B.flatten()).item() / d
+    A, B = (weight - weight.mean(1, keepdim=True) for weight in (A, B))
+    excess = torch.dot(A.flatten(), B.flatten()).item() / d
     variance = ((A @ A.T) * (B @ B.T)).sum().item() / max(1, d - 1)
     return matched, matched - excess, max(0.0, variance) ** 0.5 / d
 

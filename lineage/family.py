@@ -47,12 +47,11 @@ def lineage_figure(path, base, rows, details) -> None:
         units.set_title(f"{name}: {row['verdict']}", loc="left", fontsize=10, fontweight="bold")
         keys = ("share", "r", "by_chance", "units")
         columns = [[layer[key] for layer in detail["layers"]] for key in keys]
-        share, r, by_chance, num_units = np.array(columns, float)  # None, a gap, for a layer without neurons
+        share, r, by_chance, count = np.array(columns, float)  # None, a gap, for a layer without neurons
         places = range(1, len(share) + 1)
         units.plot(places, 100 * share, "o-", label="matched")
         units.plot(places, 100 * r, ".:", label="strength r, in %")
-        chance = 100 * by_chance / np.maximum(1, num_units)
-        units.plot(places, chance, "x--", color="black", label="by chance: tokens permuted")
+        units.plot(places, 100 * by_chance / np.maximum(1, count), "x--", color="black", label="by chance")
         units.set(ylim=(-5, 105), xlabel="MLP of the suspect", ylabel="% of units")
         units.legend(frameon=False, fontsize=9)
         if detail["layer_map"]:

@@ -120,7 +120,8 @@ class Pair:
     @property
     def is_above_strangers(self):
         """Is more matched in some layer than in layers of unrelated models that stand there?"""
-        return any(row.is_beyond_chance and row.share >= UNRELATED_SHARE[row.num_middle] for row in self.matched)
+        found = [row for row in self.matched if row.is_beyond_chance]
+        return any(row.share >= UNRELATED_SHARE[row.num_middle] for row in found)
 
     @property
     def decisive_row(self):
@@ -161,7 +162,7 @@ def mark_neurons(rows):
         row.has_neurons_of_base = (is_strong or is_middle_one) and row.is_beyond_chance
     if distinct([(row.layer, row.closest) for row in rows if row.has_neurons_of_base]) > 1:
         for row in rows:
-            row.has_neurons_of_base |= row.share >= HALF
+            row.has_neurons_of_base |= row.share >= HALF and row.is_beyond_chance
 
 
 def distinct(pairs):

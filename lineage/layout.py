@@ -36,20 +36,16 @@ BATCH = 4096  # numbers, or rows, of a matrix that are looked at together
 LATE, DEEP = 0.75, 8  # of a depth: its last quarter begins; layers: the first of as many is not in the middle
 A_TENTH = 0.1  # of the numbers of a model's layers: what may be another model, or hide a child
 MOST_TABLES = 3  # that are tried
+UNGATED = {"up", "down"}  # the matrices of an MLP without a gate
 OF_ATTENTION = 4  # matrices that a layer without an MLP has
 
 
 class MLP(NamedTuple):
     """An MLP of a layer, or one of its experts: the names of its matrices by role."""
 
-    matrices: dict  # gate, up, down, or gate_up
-    is_named: bool  # does a name tell which matrix writes? If not, of two matrices this is a guess
+    matrices: dict  # gate, up, down, or gate_up and down, or up and down
+    is_named: bool  # does a name, or a gate, tell which matrix writes? If not, this is a guess
     expert: int | None  # its number in a stack of experts
-
-    @property
-    def is_gated(self):
-        """Has it a gate?"""
-        return not {"gate", "gate_up"}.isdisjoint(self.matrices)
 
 
 @dataclass(eq=False)
@@ -72,11 +68,6 @@ class Stack:
     may_read_tokens: bool = False
     may_have_mlps: bool = False  # even if none were found?
     may_be_model: bool = False  # the language model
-
-    @property
-    def part(self):
-        """What it is called within its checkpoint."""
-        return self.prefix.rstrip("._/") or "*"
 
     @property
     def lack(self):
@@ -124,8 +115,7 @@ def find_stacks(source, model=""):
     reading = max((stack.size for stack in possible if stack.tables), default=0)
     for stack in possible:
         reads = stack.may_read_tokens and not len(stack.layers) == 1 < deepest
-        is_large = stack.size >= A_TENTH * possible[0].size
-        stack.may_be_model = is_large and (reads or stack.size >= reading)
+        stack.may_be_model = stack.size >= A_TENTH * possible[0].size and (reads or stack.size >= reading)
         rows = max((shapes[name][0] for name in stack.tables), default=0)
         stack.missing += [source.told["parts"]] if source.told["parts"] else []
         for count, name in ((max(stack.count for stack in stacks), "layers"), (rows, "tokens")):
@@ -160,17 +150,12 @@ def find_layers(stack):
         stack.matrices |= {(layer, rest): full for rest, full in along.items()}
     unread = {"layers without an MLP that can be read": without, "MLPs stored as products": products}
     unread |= {"changes of basis": [full for full in shapes if full.endswith(TURNS)], "adapters": added}
-    counts = {what: sum(sizes[full] for full in names) for what, names in unread.items()}
-    counts["packed weights"] = packed
+    counts = {what: sum(map(sizes.get, names)) for what, names in unread.items()} | {"packed weights": packed}
     stack.unread = {what: count / max(1, stack.size) for what, count in counts.items() if count}
 
 
 def find_tables(stack, stacks, outside):
-    """Find a Stack's tables and heads among what stands outside all layers; and may it read tokens?
-
-    Without a name those with half of the most rows may be its table; what is called a head, and may be tied,
-    is the last choice.
-    """
+    """Find a Stack's tables and heads among what stands outside all layers; and may it read tokens?"""
     beside = {full: shape for full, shape in outside.items() if stack in closest(full, stacks)}
     own = [full for full in beside if closest(full, stacks) == [stack]]
     with_images = any(leads_from_images(full, outside[full], stack.width) for full in own)
@@ -182,7 +167,7 @@ def find_tables(stack, stacks, outside):
     half = max((outside[full][0] for full in likely), default=0) / 2
     likely = [full for full in likely if outside[full][0] >= half and not with_images]
     named = [full for full in tall if is_table(full, outside[full])]
-    stack.tables = named or [full for full in likely if full not in heads] or likely
+    stack.tables = named or [full for full in likely if full not in heads] or likely  # a tied head
     stack.heads = heads or stack.tables
     stack.matrices |= {(None, end_of(full)): full for full in stack.tables + stack.heads}
     most = max((shape[0] for full, shape in outside.items() if is_table(full, shape)), default=0)
@@ -233,19 +218,14 @@ def width_of(shapes, layers):
         for shape in matrices:
             is_linking = inner.issuperset(shape[-2:])
             linking.update(dict.fromkeys(shape[-2:], is_linking * math.prod(shape)))
-
-    def weight_of(size):
-        num_layers = sum(is_layer(shapes, names.values(), size) for names in layers)
-        return num_layers, linking[size], -size
-
-    return max(linking, key=weight_of, default=0)
+    counts = {size: sum(is_layer(shapes, names.values(), size) for names in layers) for size in linking}
+    return max(linking, key=lambda size: (counts[size], linking[size], -size), default=0)
 
 
 def is_layer(shapes, names, width):
     """Has a layer of such tensors a matrix that reads the stream, and another one that writes to it?"""
     axes = [shapes[name][-2:] for name in names if is_matrix(name, shapes[name], width)]
-    rows, columns = zip(*axes) if len(axes) > 1 else ((), ())
-    return width in rows and width in columns
+    return len(axes) > 1 and all(width in sizes for sizes in zip(*axes))
 
 
 def is_matrix(name, shape, width):
@@ -282,7 +262,7 @@ def is_table(name, shape):
 
 def is_head(name):
     """Is a matrix called a head? Several are numbered."""
-    return is_called(name.rstrip(".0123456789"), HEADS)
+    return is_called(name.removesuffix(".weight").rstrip(".0123456789"), HEADS)
 
 
 def leads_from_images(name, shape, width):
@@ -309,7 +289,8 @@ def mlps_of_layer(shapes, names, width):
             is_product |= is_rank(roles, axes, width)
             of_roles = {role: names[rest] for role, rest in roles.items()}
             experts = [None] if count == 2 else range(axes[roles["down"]][0])
-            mlps += [MLP(of_roles, is_called(roles["down"], WRITING), expert) for expert in experts]
+            is_named = roles.keys() != UNGATED or is_called(roles["down"], WRITING)
+            mlps += [MLP(of_roles, is_named, expert) for expert in experts]
     unknown = [names[rest] for rest in others or matrices[OF_ATTENTION:]]
     return [] if is_product else mlps, unknown, is_product
 
@@ -323,9 +304,8 @@ def is_rank(roles, axes, width):
     units = units_of(axes[roles["down"]], width)
     inner = [min(shape[-2:]) for shape in axes.values() if width not in shape[-2:]]
     owners = {owner_of(rest) for rest in roles.values()}
-    squares = [rest for rest, shape in axes.items() if shape[-2:] == (width, width)]
-    squares = [rest for rest in squares if rest not in roles.values() and owner_of(rest) in owners]
-    return inner.count(units) >= len(roles) or len(squares) == len(roles)
+    beside = [axes[rest][-2:] for rest in axes.keys() - roles.values() if owner_of(rest) in owners]
+    return inner.count(units) >= len(roles) or beside.count((width, width)) == len(roles)
 
 
 def owner_of(rest):

@@ -5,7 +5,7 @@ that learnt to predict the same words come to share neurons near the head: `line
 """
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -25,7 +25,7 @@ MAP_UNITS = 64  # of each layer of a base that the layer map counts
 TRIED = 3  # layers, at most, where ways to read two models are tried
 CERTAIN = 0.95  # of the most that a way can find: from here on no other one is tried
 AS_CLOSE = 0.9  # of the largest share: of a base's layers with as much, the one at its depth is closest
-EXCHANGED = {"gate": "up", "up": "gate", "down": "down"}
+EXCHANGED = {"gate": "up", "up": "gate"}
 
 
 @dataclass
@@ -38,12 +38,11 @@ class Way:
     num_tokens: int  # that they share
     likeness: float | None  # of the tables in any basis: 1 of a copy, 0 of random ones
     how: tuple  # the arguments of `way_by`
-    is_exchanged: bool = False  # the suspect's gates are called up
+    names: dict = field(default_factory=dict)  # the base's, of the suspect's views that are called otherwise
 
     def views(self, layer):
         """The views of a layer of the suspect, by the base's names."""
-        views = self.suspect.views(layer)
-        return {EXCHANGED[view] if self.is_exchanged else view: views[view] for view in views}
+        return {self.names.get(name, name): view for name, view in self.suspect.views(layer).items()}
 
 
 def way_by(stacks, read, tokens, directions):
@@ -91,10 +90,9 @@ def root_of(rows: Tensor) -> Tensor:
 
 def shared_tokens(counts, vocabularies):
     """Yield the ids (n,) of the tokens that two tables of so many rows share: by string, and by number."""
-    ours, theirs = vocabularies
-    known = [token for token, number in ours.items() if number < counts[0]]
-    shared = [token for token in known if theirs.get(token, counts[1]) < counts[1]]
-    ids = [torch.tensor([vocabulary[token] for token in shared]) for vocabulary in vocabularies]
+    ours, theirs = ({t: n for t, n in v.items() if n < count} for v, count in zip(vocabularies, counts))
+    shared = [token for token in ours if token in theirs]
+    ids = [torch.tensor([numbers[token] for token in shared]) for numbers in (ours, theirs)]
     if shared and not torch.equal(*ids):
         yield ids
     yield [torch.arange(min(counts))] * 2
@@ -112,7 +110,7 @@ def likeliest_way(base, suspect, vocabularies, directions):
     Tokens are shared by string or by number, whichever makes the tables more alike. A way that chance may
     have found is not taken: then the first is. If none can be compared it is None; and a UserError says why.
     """
-    first, best, most, lack = None, None, 0.0, ""
+    best, most, lack = None, HALF, ""
     ours, theirs = layers_to_read(base, suspect, TRIED)
     for read in itertools.product(*map(readings, (base, suspect), tables_to_read(base, suspect))):
         try:
@@ -120,17 +118,17 @@ def likeliest_way(base, suspect, vocabularies, directions):
             shared = shared_tokens(counts, vocabularies)
             ways = [way_by((base, suspect), read, tokens, directions) for tokens in shared]
             likeliest = max(ways, key=lambda way: way.likeness or 0.0)
-            for way in (likeliest, replace(likeliest, is_exchanged=True)):
+            for way in (likeliest, replace(likeliest, names=EXCHANGED)):
                 columns = map_columns(way, ours, theirs)
                 score = sum((shares * strengths).max().item() for _, shares, strengths in columns)
-                first = first or way
-                if score > max(most, HALF):
+                best = best or way
+                if score > most:
                     best, most = way, score
                 if score >= CERTAIN * len(theirs):
-                    return best, lack
+                    return best, ""
         except UserError as error:  # a decoy's numbers, perhaps
             lack = str(error)
-    return best or first, lack
+    return best, "" if best else lack
 
 
 def layers_to_read(base, suspect, limit):
@@ -141,11 +139,7 @@ def layers_to_read(base, suspect, limit):
 
 
 def match_layers(way: Way, limit, units):
-    """The Rows of the suspect's layers, up to `limit` (None: all), and the layer map.
-
-    Which units of each are matched in the closest layer of the base? If one alone is the base's, all layers
-    are read.
-    """
+    """Rows of the suspect's layers, up to `limit` (None: all), with the base's closest; and the layer map."""
     ours, theirs = layers_to_read(way.base.stack, way.suspect.stack, limit)
     rows, shares = [], []
     for layer, column, _ in map_columns(way, ours, theirs):
@@ -165,7 +159,7 @@ def match_layers(way: Way, limit, units):
 def match_again(way: Way, rows, directions, units):
     """The Rows, of which those that are doubtful are seen in more directions."""
     if any(row.is_doubtful for row in rows):
-        way = replace(way_by(*way.how, directions), is_exchanged=way.is_exchanged)
+        way = replace(way_by(*way.how, directions), names=way.names)
         rows = [match_layer(way, r.closest, r.layer, units) if r.is_doubtful else r for r in rows]
         mark_neurons(rows)
     return rows
@@ -210,10 +204,8 @@ def match_layer(way: Way, base_layer, layer, units):
     common = [view for view in both[0] if view in both[1]]
     both = [{view: views[view] for view in common} for views in both]
     counts = [next(iter(views.values())).shape[1] if views else 0 for views in both]
-    alive = [living(views) for views in both]
-    smaller = int(alive[0] > alive[1])  # all of its units can be matched
-    chosen = [list(range(count)) for count in counts]
-    chosen[smaller] = evenly_spaced(counts[smaller], units)
+    smaller = int(living(both[0]) > living(both[1]))  # all of its units can be matched
+    chosen = [evenly_spaced(n, units if place == smaller else None) for place, n in enumerate(counts)]
     ours, theirs = ({view: v[:, ids] for view, v in views.items()} for views, ids in zip(both, chosen))
     order = torch.from_numpy(keyed_generator("null of units").permutation(len(way.basis)))
     matched = []  # as they are, and by chance
@@ -222,13 +214,7 @@ def match_layer(way: Way, base_layer, layer, units):
         matched.append(matched_units(pairs))
     (places, partners, strengths), (by_chance, _, _) = matched
     in_place = torch.tensor(chosen[0])[places] == torch.tensor(chosen[1])[partners]
-    return Row(
-        layer=layer,
-        closest=base_layer,
-        num_middle=way.base.stack.is_middle(base_layer) + way.suspect.stack.is_middle(layer),
-        found=len(places),
-        units=min(living(ours), living(theirs)),
-        r=strengths.median().item() if len(places) else 0.0,
-        by_chance=len(by_chance),
-        in_place=int(in_place.sum()),
-    )
+    found = {"found": len(places), "units": min(living(ours), living(theirs)), "by_chance": len(by_chance)}
+    found |= {"r": strengths.median().item() if len(places) else 0.0, "in_place": int(in_place.sum())}
+    middle = way.base.stack.is_middle(base_layer) + way.suspect.stack.is_middle(layer)
+    return Row(layer, closest=base_layer, num_middle=middle, **found)

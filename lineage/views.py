@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lineage.layout import WRITERS, is_called, units_of
+from lineage.layout import UNGATED, WRITERS, is_called, units_of
 
 LONGEST_ROW = 10.0  # of a table, in units of the median: one token must not drown all others
 MOST_EXPERTS = 16  # of a layer, evenly spaced, that are read
@@ -36,12 +36,10 @@ def readings(stack, tables):
         return []
     mlps = [mlp for layer in stack.mlps for mlp in layer]
     shapes = [stack.source.shapes[name] for mlp in mlps for name in mlp.matrices.values()]
-    is_open = (
-        any(not mlp.is_gated and not mlp.is_named for mlp in mlps),
-        any(shape[-1] == shape[-2] for shape in shapes),
-        any("gate_up" in mlp.matrices for mlp in mlps),
-    )
-    choices = [(False, True)[: 1 + choice] for choice in is_open]
+    is_guess = not all(mlp.is_named for mlp in mlps)
+    has_square = any(shape[-1] == shape[-2] for shape in shapes)
+    is_fused = any("gate_up" in mlp.matrices for mlp in mlps)
+    choices = [(False, True)[: 1 + is_open] for is_open in (is_guess, has_square, is_fused)]
     return [Reading(*choice) for choice in itertools.product(tables, *choices)]
 
 
@@ -61,7 +59,8 @@ class Neurons:
         """
         mlps = self.stack.mlps[layer - 1]
         mlps = [mlps[place] for place in evenly_spaced(len(mlps), MOST_EXPERTS)]
-        names = ("gate", "up", "down") if all(mlp.is_gated for mlp in mlps) else ("up", "down")
+        is_ungated = any(mlp.matrices.keys() == UNGATED for mlp in mlps)
+        names = ("up", "down") if is_ungated else ("gate", "up", "down")
         rows = {view: torch.cat([self.rows(mlp, view) for mlp in mlps]) for view in names}
         largest = {view: weights.norm(torch.inf, dim=1) for view, weights in rows.items()}  # (m,) each
         largest = {view: lengths for view, lengths in largest.items() if lengths.any()}
@@ -74,9 +73,8 @@ class Neurons:
 
     def rows(self, mlp, view):
         """An MLP's neurons by their weights of a view, (m, d) float32."""
-        role = view
-        if self.reading.backward and not mlp.is_gated and not mlp.is_named:
-            role = {"up": "down", "down": "up"}[view]
+        is_backward = self.reading.backward and not mlp.is_named
+        role = {"up": "down", "down": "up"}[view] if is_backward else view
         name = mlp.matrices.get(role, mlp.matrices.get("gate_up"))
         weight = self.stack.source.read(name, () if mlp.expert is None else (mlp.expert,))
         if not is_along(self.stack, name, weight.shape, self.reading.turned, view == "down"):
@@ -84,8 +82,8 @@ class Neurons:
         if role in mlp.matrices:
             return weight.float()
         count = units_of(self.stack.source.shapes[mlp.matrices["down"]], self.stack.width)
-        turns = (count, 2, -1) if self.reading.in_turn else (2, count, -1)
-        rows = weight[: 2 * count].reshape(turns)
+        turns = (count, 2) if self.reading.in_turn else (2, count)
+        rows = weight[: 2 * count].unflatten(0, turns)
         return rows.select(int(self.reading.in_turn), int(role == "up")).float()
 
 
@@ -126,8 +124,7 @@ def decorrelated(columns: Tensor) -> Tensor:
 def token_rows(stack, table, ids) -> Tensor:
     """The rows (n, d) float32 of some tokens in a table, centred; the longest are scaled to LONGEST_ROW."""
     rows = stack.source.read(table, (ids,)).float()
-    lengths = rows.norm(dim=1)
-    longest = LONGEST_ROW * lengths.median()
+    longest = LONGEST_ROW * rows.norm(dim=1).median().item()
     if longest > 0:
-        rows *= (longest / lengths.clamp(min=1e-30)).clamp(max=1)[:, None]
+        rows.renorm_(2, 0, longest)
     return rows - rows.mean(dim=0)

@@ -61,13 +61,13 @@ def test_agreement_is_that_of_all_permutations():
 
 @pytest.mark.parametrize("shape", [(5, 8), (40, 8), (64, 8), (65, 8), (500, 8), (2, 40, 8), (30, 5, 8)])
 def test_a_look_reads_the_beginning_the_end_and_no_more(shape):
-    """Of a matrix, or of its first expert; its diagonal without its mean, which is 0 here."""
+    """Of a matrix, or of its first and its last expert; the diagonal without its mean, which is 0 here."""
     weight = torch.randn(shape)
-    first = weight.reshape(-1, *shape[-2:])[0]
-    first[torch.arange(len(first)), torch.arange(len(first)) % 8] = 0.0
+    experts = weight.view(-1, *shape[-2:])
+    experts[:, torch.arange(shape[-2]), torch.arange(shape[-2]) % 8] = 0.0
     rows = evidence.rows_looked_at(SimpleNamespace(source=as_source({"x": weight}, None)), "x", shape)
-    assert len(rows) <= 64 and torch.equal(rows[0], first[0]) and torch.equal(rows[-1], first[-1])
-    assert all((row == first).all(dim=1).any() for row in rows)
+    assert len(rows) <= 64 and torch.equal(rows[0], experts[0, 0]) and torch.equal(rows[-1], experts[-1, -1])
+    assert all((row == weight.view(-1, 8)).all(dim=1).any() for row in rows)
 
 
 def test_a_look_tells_children_from_strangers():

@@ -214,7 +214,7 @@ def test_a_bare_encoder_and_what_contains_it():
     """Of two bare encoders each is the model; beside a language model it is a part."""
     bare = tower(1, "")
     inside, without = weights_of(STRANGER) | tower(1, "vpm."), weights_of(STRANGER)
-    assert "its `vpm.encoder.layers` begins bit for bit" in judged(bare, inside)[1]
+    assert "its `vpm.encoder.layers.*` begins bit for bit" in judged(bare, inside)[1]
     for suspect in (inside, weights_of(STRANGER) | tower(2, "vpm."), without):
         assert judged(bare, suspect)[0] == judged(suspect, bare)[0] == INCONCLUSIVE
     assert judged(bare, with_noise(bare))[0] == judged(bare, bare)[0] == SAME_BIRTH
@@ -513,3 +513,20 @@ def test_a_child_whose_table_was_not_found_is_not_cleared():
     base, noised_child, rotated = (as_keras(weights_of(source)) for source in (BASE, NOISED, CHILD))
     assert judged(base, rotated)[0] != NO_EVIDENCE
     assert judged(base, noised_child)[0] == SAME_BIRTH
+
+
+@pytest.mark.parametrize("expert", range(4))
+def test_one_copied_expert_of_a_stack_is_no_kinship(expert):
+    """In each layer, bit for bit; and a stack in another order is the base's, by its neurons."""
+    base, stranger = weights_of(BASE), weights_of(STRANGER)
+    for weights, seed in ((base, 1), (stranger, 100)):
+        for layer in range(3):
+            for number, (view, shape) in enumerate({"gate_up": (4, 160, 64), "down": (4, 64, 80)}.items()):
+                weights[f"{LAYER}{layer}.mlp.experts.{view}_proj"] = drawn(seed + 10 * layer + number, *shape)
+        for name in [name for name in weights if ".mlp." in name and name.endswith("weight")]:
+            del weights[name]
+    for name in [name for name in base if "experts" in name]:
+        stranger[name][expert] = base[name][expert]
+    assert judged(base, stranger)[0] != SAME_BIRTH
+    moved = {name: weight.flip(0) if "experts" in name else weight for name, weight in base.items()}
+    assert judged(base, moved)[0] == SAME_BIRTH

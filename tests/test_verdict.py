@@ -273,10 +273,10 @@ FOUND = {  # what was done to the base, and to a hidden child or a stranger
 UNKNOWN = {  # what was done to both, and what the sentence says is missing
     "views alike": (alike, "chance finds as many as a copy would"),
     "dead units": (dead, "no layer has 16 neurons that live"),
-    "many decoys": (with_many_decoys, "no one embedding matrix found in B"),
+    "many decoys": (with_many_decoys, "no single embedding matrix found in B"),
     "MLPs called attention": ({"mlp.": "self_attn."}, "no MLPs found in A"),
     "MLPs in factors": (factored, "no MLPs found in A"),
-    "a narrow table": (with_a_narrow_table, "no embedding matrix found in A"),
+    "a narrow table": (with_a_narrow_table, "no single embedding matrix found in A"),
 }
 
 
@@ -295,7 +295,7 @@ def test_children_are_found_and_strangers_are_not(case, tmp_path):
     if case == "beside a stranger":  # nothing tells which of the two is the model
         assert answer == INCONCLUSIVE, sentence
         for part, said in (("a", SAME_BIRTH), ("model", NO_EVIDENCE)):
-            assert f"`{part}.layers` and the base's `model.layers`: {said}" in sentence, sentence
+            assert f"`{part}.layers.*` and the base's `model.layers.*`: {said}" in sentence, sentence
     else:
         assert answer == SAME_BIRTH and "neurons of 3 of the 3 layers read were matched" in sentence, sentence
     if case == "few tokens":  # enough to find a child, but not to say that there is none
@@ -404,7 +404,7 @@ def test_no_row_of_a_table_agrees(tmp_path):
             SAME_BIRTH,
             "of layers 1-3 begin bit for bit as those of the base's layers 1-3; the base's",
         ),
-        "noised": (weights_of(noised(BASE, 2)), SAME_BIRTH, "in every kind of matrix of layers 1-3"),
+        "noised": (weights_of(noised(BASE, 2)), SAME_BIRTH, "in all matrices of layers 1-3"),
         "tokens moved": (moved, SAME_BIRTH, "; embedding matrices that were not seen to agree"),
         "copied attention": (copied, INCONCLUSIVE, "not in every kind of matrix of two layers"),
         "a copied table": (weights_of(Newborn(CONFIG, 2, 1)), INCONCLUSIVE, "a changed basis would hide"),
@@ -501,9 +501,9 @@ def test_a_permuted_vocabulary(write, tmp_path):
     write(tmp_path / "base", usual)
     few = {string if number < 65 else f"_{string}": number for string, number in theirs.items()}
     cases = {
-        "plain": (permuted, None, NO_EVIDENCE, "if their token numbers mean the same"),
+        "plain": (permuted, None, NO_EVIDENCE, "if their tokens mean the same"),
         "true": (permuted, theirs, SAME_BIRTH, "3 of the 3 layers read"),
-        "lying": (permuted, usual, NO_EVIDENCE, "if their tokenizers tell the truth"),
+        "lying": (permuted, usual, NO_EVIDENCE, "if their tokens mean the same"),
         "lying of equal tokens": (weights, theirs, SAME_BIRTH, "3 of the 3 layers read"),
         "lying of few": (weights_of(noised(CHILD, 0.5)), few, SAME_BIRTH, "3 of the 3 layers read"),
     }
@@ -532,7 +532,7 @@ def test_a_llama_that_is_none(case, tmp_path):
     del raw[checkpoint.OURS]
     suspect = folder_with(tmp_path / "a", weights, raw)
     assert suspect.config is None and judged(BASE, suspect)[0] == SAME_BIRTH
-    with pytest.raises(UserError, match="is unknown, or missing"):
+    with pytest.raises(UserError, match="is unknown or missing"):
         checkpoint.parse_spec(str(tmp_path / "a")).load_own()
 
 
