@@ -259,10 +259,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The decoder: `model(tokens)` returns logits, `model.hidden(tokens)` the states that we measure.
 
-    strangers/lens.py offers these methods for other architectures; `lacks` names what cannot be seen there.
+    strangers/lens.py offers these methods for other models: `lacks` names what cannot be seen there, `seen`
+    and `uniform` say who sees a position if not all later queries do, and the alpha_1 of uniform attention.
     """
 
-    lacks = {}
+    lacks = seen = uniform = {}
     normed_layers = ()  # layers with a norm between their neurons and the stream
 
     def __init__(self, config: ModelConfig):
@@ -274,8 +275,7 @@ class Transformer(nn.Module):
         table = torch.full((V, d), torch.nan)  # nn.Embedding would draw weights, and import torch._dynamo
         embedding = nn.Embedding.from_pretrained(table, freeze=False)
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
-        # A tied head has no parameter of its own, so it stays tied when a model is moved or loaded.
-        self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)
+        self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)  # None: stays tied
 
     def cast_blocks(self, dtype) -> "Transformer":
         """Cast the blocks to `dtype`; embedding, final norm, head and logits stay float32."""

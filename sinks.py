@@ -4,11 +4,11 @@
     python sinks.py anatomy                       # what singles position 1 out, layer by layer?
     python sinks.py transplant                    # does the sink move onto a constant key and value?
 
-Positions count from 1. A head's alpha_k is its attention to position k, averaged over the queries i >= k. A
-head is a *sink head* of a sequence if its alpha_1 is above 0.3. The *sink rate* is the mean share of sink
-heads; `other_sink_rate` is the same for heads whose alpha_k exceeds 0.3 for some k from 2 to T/2. A *neuron*
-is a hidden unit of an MLP, named LAYER/UNIT: layers count from 1, units from 0. *Builders* are the neurons
-that write a massive activation at position 1 (SO: super neurons); *removers* erase it.
+Positions count from 1. A head's alpha_k is its attention to position k, averaged over the queries that see
+it. A head is a *sink head* of a sequence if its alpha_1 is above 0.3. The *sink rate* is the mean share of
+sink heads; `other_sink_rate` is the same for heads whose alpha_k exceeds 0.3 for some k from 2 to T/2. A
+*neuron* is a hidden unit of an MLP, named LAYER/UNIT: layers count from 1, units from 0. *Builders* are the
+neurons that write a massive activation at position 1 (SO: super neurons); *removers* erase it.
 
 A model with a tokenizer reads docstrings of Python's standard library, or --text; others read random tokens.
 `low` and `high` bound Student's 95 % interval over sequences. More experiments: reproduce/interventions.py.
@@ -90,7 +90,7 @@ def rate(settings: RateSettings):
     """Where does attention sink? The sink rate by length, and alpha_1 of each head (BB Figure 12; minutes)"""
     experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "other_sink_rate")
-    columns += ("mean_alpha1", "uniform_alpha1", "norm_ratio", "value_ratio")
+    columns += ("mean_alpha1", "uniform_alpha1", "windowed_layers", "norm_ratio", "value_ratio")
     result = experiment.save(**lists, columns=columns)
     title = "Where does attention sink on position 1?"
     draw_heads(experiment.folder / "rate.png", title, lists["heads"], "alpha1")
@@ -105,10 +105,14 @@ def sink_rates(settings: RateSettings, spec, model):
     for T in progress(lengths, desc="rate", unit=" lengths", leave=False):
         tokens = read_tokens(settings, spec, T)
         row, alpha = sink_statistics(model, tokens, range(2, T // 2 + 1))  # alpha (n, L, H)
-        uniform = (1 / torch.arange(1, T + 1).double()).mean().item()  # alpha_1 of uniform attention
-        row |= {"sequence_length": T, "epsilon": EPSILON, "uniform_alpha1": uniform}
+        everywhere = (1 / torch.arange(1, T + 1).double()).mean().item()  # if all queries see position 1
+        uniform = [*model.uniform.values()] or [everywhere]  # alpha_1 of uniform attention, by layer
+        windowed = [seen[..., 0].min().item() < T for seen in model.seen.values()]
+        row |= {"sequence_length": T, "epsilon": EPSILON, "uniform_alpha1": np.mean(uniform).item()}
+        row["windowed_layers"] = np.mean(windowed or [False]).item()  # share: not all see position 1 there
         rows.append(row | interval(sink_share(alpha), "sink_rate", 0, 1))
-        heads.append({"sequence_length": T, "alpha1": alpha.mean(0).tolist()})
+        layers = [*model.seen] or [*range(1, alpha.shape[1] + 1)]
+        heads.append({"sequence_length": T, "layers": layers, "alpha1": alpha.mean(0).tolist()})
     return {"rows": rows, "heads": heads}
 
 
@@ -243,9 +247,10 @@ def effects(model: Transformer, tokens: torch.Tensor, builder, before):
     by_head = alphas[..., :2].mean(0)
     row = {
         "sink_rate": sink_share(alphas[..., 0]).mean().item(),
-        "other_sink_rate": sink_share(alphas[..., 2:].amax(-1)).mean().item(),
+        "other_sink_rate": sink_share(alphas[..., 3:].amax(-1)).mean().item(),
         "alpha1": by_head[..., 0].mean().item(),
         "constant_alpha": by_head[..., 1].mean().item(),
+        "learned_sink_alpha": alphas[..., 2].mean().item(),
         "builder_activation": torch.cat(activations).mean().item(),
         "disparity": means.stack("disparity").max().item(),
         "largest": max(largest.values()),
@@ -255,16 +260,16 @@ def effects(model: Transformer, tokens: torch.Tensor, builder, before):
 
 @torch.inference_mode()
 def alpha_and_loss(model, tokens: torch.Tensor, on_state=None, before=0, others=()):
-    """alpha_1, alpha_0 and the alpha_k of K others, (n, L, H, 2 + K), of tokens (n, T); mean losses in nats.
+    """alpha_1, alpha_0, alpha_-1 and K others, (n, L, H, 3 + K), of tokens (n, T); mean losses in nats.
 
-    alpha_0 is the attention to a constant or learned sink, 0 without one. The first `before` tokens precede
-    the text. The first prediction is always that of the text's second token.
+    alpha_0 is the attention to a constant, alpha_-1 to a learned sink. The first `before` tokens precede the
+    text. The first prediction is always that of the text's second token.
     """
     alphas = []
     totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
 
     def on_heads(layer, heads, q, k, v, alpha):
-        by_layer.append(alpha((1, 0, *others)).cpu())
+        by_layer.append(alpha((1, 0, -1, *others)).cpu())
 
     for part in attention.batches(tokens):
         by_layer = []

@@ -12,12 +12,16 @@ from lib.runtime import default_batch_size, progress
 from lib.settings import UserError
 from model import Transformer
 
+TINY = 1e-12  # in a denominator, so that 0 / 0 is 0
 EPSILON = 0.3  # a sink head has an alpha_1 above this (arXiv 2410.10781)
 
 
 @torch.inference_mode()
 def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=None) -> Tensor:
-    """alpha_k of every head, (B, L, H, K), for tokens (B, T) and K positions; position 0 is a constant."""
+    """alpha_k of every head, (B, L, H, K), for tokens (B, T) and K positions.
+
+    Position 0 is a constant, and our own explicit sink; -1 is a stranger's learned sink.
+    """
     layers = []
 
     def watch(layer, heads, q, k, v, alpha):
@@ -32,13 +36,13 @@ def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=
 def ratio_of_first(vectors: Tensor) -> Tensor:
     """The norm at position 1 divided by the median norm elsewhere, of vectors (..., T, D)."""
     norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32)
-    return norms[..., 0] / norms[..., 1:].median(dim=-1).values
+    return norms[..., 0] / norms[..., 1:].median(dim=-1).values.clamp(min=TINY)
 
 
 def disparity(states: Tensor) -> Tensor:
     """max |h| / mean |h| over the dimensions of states (..., d) (SO)."""
     states = states.float().abs()
-    return states.amax(-1) / states.mean(-1)
+    return states.amax(-1) / states.mean(-1).clamp(min=TINY)
 
 
 def sink_share(alpha: Tensor) -> Tensor:
@@ -58,14 +62,15 @@ def sink_statistics(model, tokens: Tensor, others=()):
         values.append(ratio_of_first(v).mean(1))
 
     for part in batches(tokens):
-        alphas.append(attention_to(model, part, (1, 0, *others), on_heads, on_state))
-    alpha, constant, *rest = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
+        alphas.append(attention_to(model, part, (1, 0, -1, *others), on_heads, on_state))
+    alpha, constant, learned, *rest = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
     row = {
         "sink_rate": sink_share(alpha).mean().item(),
         "other_sink_rate": sink_share(torch.stack(rest).amax(0)).mean().item() if rest else None,
         "mean_alpha1": alpha.mean().item(),
         "max_alpha1": alpha.max().item(),
-        "constant_alpha": constant.mean().item(),  # to a constant, or a learned sink
+        "constant_alpha": constant.mean().item(),
+        "learned_sink_alpha": learned.mean().item(),
         "norm_ratio": torch.cat(norms).mean().item() if norms else None,
         "value_ratio": torch.cat(values).mean().item(),
     }

@@ -5,7 +5,8 @@ names, and gives measures what `model.Transformer` gives them:
 
 - attention: a layer asks an AttentionInterface for the function that attends, and hands it its own.
   `Pass.attend` stands between: it calls the layer's own, so that windows, soft caps, biases and learned sinks
-  stay as they are, for some queries at a time, and keeps the sums of the weights.
+  stay as they are, for some queries and the keys that they see, and keeps the sums of the weights. Masks are
+  made for these queries alone: no matrix of all pairs of positions is stored.
 - neurons: what enters a layer's widest linear maps onto the stream, outside the parts that mix
   positions. Stacked experts ask an ExpertsInterface.
 - the stream: what enters the first block, and what each block returns.
@@ -26,13 +27,16 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from transformers.integrations.moe import ExpertsInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
 from lib.settings import UserError
 from strangers.parts import down_of, find_blocks, find_units, is_linear
 
-QUERIES = 256  # whose weights are in memory at a time
+QUERIES = 256  # whose weights are in memory at a time, or as many as have WEIGHTS numbers
+WEIGHTS = 2**21
 POSITIONS = 512  # whose logits are
 CONTEXTS = ("max_position_embeddings", "max_target_positions")  # names of a model's longest input
 UNKNOWN_CONTEXT = 2048  # positions of a model that does not say how many it can read
@@ -68,6 +72,10 @@ class Lens:
         self.queries = QUERIES
         self.constants = {}  # by layer: a key and a value, (G, D) each, in front of position 1
         self.hides_constants = False  # from all queries
+        self.hides = None  # the keys that queries do not see, (T, T), beside those that a layer hides
+        self.since = 0  # queries before this one do not count in alpha
+        self.seen = {}  # by layer, in the last pass: how many queries see a position, (1 or B, 1 or H, T)
+        self.uniform = {}  # and the alpha_1 of uniform attention
         self.has_learned_sink = False
         self.lacks = {}
         self.normed_layers = []  # whose units do not write to the stream as they are
@@ -160,6 +168,12 @@ class Lens:
         other.hides_constants = are_hidden
         return other
 
+    def hiding(self, hides, since=0) -> "Lens":
+        """The same model without the weights `hides` (T, T); its alpha counts the queries from `since` on."""
+        other = copy.copy(self)
+        other.hides, other.since, other.seen, other.uniform = hides, since, {}, {}
+        return other
+
 
 class Pass:
     """One pass through a model: which layer is at work, and who sees what of it."""
@@ -185,6 +199,7 @@ class Pass:
                     stack.enter_context(module.register_forward_pre_hook(self.see_units))
                 stack.enter_context(standing_between(ExpertsInterface, self.route))
             stack.enter_context(standing_between(AttentionInterface, self.attend))
+            stack.enter_context(lazy_masks())
             yield
 
     def enter(self, block, inputs, named) -> None:
@@ -203,28 +218,50 @@ class Pass:
         if not self.is_inside:
             return own(module, q, k, v, attention_mask, *more, **settings)
         self.lens.attentions.add(module)
-        T = q.shape[2]
-        keys, values, mask = k, v, attention_mask
-        if self.layer in self.lens.constants:
-            keys, values = [with_first(*pair) for pair in zip(self.lens.constants[self.layer], (k, v))]
-            if mask is not None:
+        B, H, T, _ = q.shape
+        constant = self.lens.constants.get(self.layer)
+        front = 0 if constant is None else 1
+        given = [x for x in (*more, *settings.values()) if isinstance(x, Tensor) and x.ndim > 1]
+        is_whole = any(x.is_floating_point() for x in given)  # a bias may be of all queries and keys
+        step = T if is_whole else min(self.lens.queries, max(16, WEIGHTS // (B * H * T)))
+        alpha = Alpha(self.lens, q, front)
+        outputs = []
+        for start in range(0, T, step):
+            rows = slice(start, min(start + step, T))
+            mask = self.mask_of(attention_mask, q, rows)  # (1 or B, 1 or H, queries, T at most)
+            sees = mask > torch.finfo(mask.dtype).min / 2
+            there = sees.flatten(0, 2).any(0).nonzero()
+            some = slice(0, T) if is_whole else slice(there[0].item(), there[-1].item() + 1)
+            keys, values, mask = k[:, :, some], v[:, :, some], mask[..., some]
+            if front:
+                keys, values = with_first(constant[0], keys), with_first(constant[1], values)
                 hidden = torch.finfo(mask.dtype).min
                 mask = F.pad(mask, (1, 0), value=hidden if self.lens.hides_constants else 0)
-        has_tensors = any(isinstance(x, Tensor) and x.ndim > 1 for x in (*more, *settings.values()))
-        step = T if has_tensors else self.lens.queries  # a tensor may be of all queries
-        outputs, received = [], 0
-        for start in range(0, T, step):
-            rows = slice(start, start + step)
-            part = mask if mask is None or mask.shape[2] == 1 else mask[:, :, rows]
-            output, weights = own(module, q[:, :, rows], keys, values, part, *more, **settings)
+            output, weights = own(module, q[:, :, rows], keys, values, mask, *more, **settings)
             outputs.append(output)
-            received = received + weights.sum(2, dtype=torch.float32)  # (B, H, T or 1 + T)
+            if self.on_heads is not None:
+                alpha.add(rows, some, weights, sees)
         heads = torch.cat(outputs, dim=1)  # (B, T, H, D)
         if self.on_heads is not None:
-            alpha = partial(mean_weights, received, T, self.lens.has_learned_sink)
+            self.lens.seen[self.layer] = alpha.seen
+            self.lens.uniform[self.layer] = alpha.uniform / alpha.seen[..., 0].mean().clamp(min=1).item()
             changed = self.on_heads(self.layer, heads.transpose(1, 2), q, k, v, alpha)
             heads = heads if changed is None else changed.transpose(1, 2).contiguous()
         return heads, weights if len(outputs) == 1 else None
+
+    def mask_of(self, mask, q, rows):
+        """The mask of some queries, (1 or B, 1 or H, queries, T at most): 0 where a key is seen."""
+        if isinstance(mask, Mask):
+            mask = mask.rows(rows)
+        elif mask is not None and mask.shape[2] > 1:
+            mask = mask[:, :, rows]
+        if mask is None:
+            mask = q.new_zeros(1, 1, 1, q.shape[2])
+        if mask.dtype == torch.bool:
+            mask = q.new_zeros(()).masked_fill(~mask, torch.finfo(q.dtype).min)
+        if self.lens.hides is not None:
+            mask = mask.masked_fill(self.lens.hides[rows, : mask.shape[-1]], torch.finfo(mask.dtype).min)
+        return mask.expand(-1, -1, rows.stop - rows.start, -1)
 
     def bank_of(self, module):
         """The bank of the layer at work that a module serves, or None."""
@@ -274,6 +311,41 @@ def standing_between(interface, function):
     return patch.object(interface, "get_interface", lambda self, name, own: partial(function, own))
 
 
+class Mask(Tensor):
+    """An additive mask that is not made yet: `rows` makes some of it; who changes it makes it whole."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, inputs=(), named=None):
+        if function.__name__ != "__get__":  # of its shape, dtype or device
+            inputs, named = tree_map_only(Mask, lambda x: x.rows(slice(0, x.shape[2])), (inputs, named))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*inputs, **(named or {}))
+
+    @classmethod
+    def lazily(cls, **given):
+        """What `eager_mask` returns, not made yet."""
+        shape = (given["batch_size"], 1, given["q_length"], given["kv_length"])
+        mask = torch.empty((), dtype=given["dtype"], device=given["device"]).expand(shape).as_subclass(cls)
+        first = given.get("q_offset", 0)
+
+        def rows(some):
+            here = {"q_length": some.stop - some.start, "q_offset": first + some.start}
+            return eager_mask(**given | here | {"kv_length": first + some.stop})
+
+        mask.rows = rows
+        return mask
+
+
+@contextlib.contextmanager
+def lazy_masks():
+    """Within this context models make such masks."""
+    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = Mask.lazily
+    try:
+        yield
+    finally:
+        del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+
+
 def tensor_of(output):
     """The stream that a block returns, alone or before other things."""
     return output if isinstance(output, Tensor) else output[0]
@@ -284,18 +356,35 @@ def with_first(constant, x):
     return torch.cat((constant.to(x)[None, :, None].expand(len(x), -1, -1, -1), x), dim=2)
 
 
-def mean_weights(received, T, has_learned_sink, positions):
-    """alpha (B, H, K): the weight on position p, averaged over the queries i >= p; on 0 over all of them.
+class Alpha:
+    """Sums of a layer's weights over the queries from `lens.since` on, and how many see a position."""
 
-    `received` (B, H, T or 1 + T) are sums over the queries. On position 0 are a constant, and a learned sink,
-    whose share is what the others leave.
-    """
-    columns = []
-    for p in torch.as_tensor(positions).tolist():
-        if p > 0:
-            columns.append(received[..., p - 1 - T] / (T + 1 - p))
-        elif has_learned_sink:
-            columns.append(1 - received[..., -T:].sum(-1) / T)
-        else:
-            columns.append(received[..., :-T].sum(-1) / T)
-    return torch.stack(columns, dim=-1)
+    def __init__(self, lens, q, front):
+        (B, H, self.T, _), self.since = q.shape, lens.since
+        self.has_learned_sink = lens.has_learned_sink
+        self.sums = q.new_zeros(B, H, front + self.T, dtype=torch.float32)
+        self.seen = q.new_zeros(1, 1, self.T)
+        self.uniform = 0  # the sum of attention to position 1, if it were uniform
+
+    def add(self, rows, keys, weights, sees) -> None:
+        """Add the weights (B, H, queries, front + keys) of some queries on some keys, and who sees which."""
+        late = slice(max(0, self.since - rows.start), None)
+        sums, sees = weights[:, :, late].sum(2, dtype=torch.float32), sees[:, :, late]
+        front = self.sums.shape[2] - self.T
+        self.sums[..., :front] += sums[..., :front]
+        self.sums[..., front:][..., keys] += sums[..., front:]
+        self.seen = self.seen + F.pad(sees.sum(2), (0, self.T - sees.shape[-1]))
+        if sees.shape[2]:
+            self.uniform += (sees[..., 0] / sees.sum(-1)).sum(2).mean().item()
+
+    def __call__(self, positions):
+        """alpha (B, H, K): the mean weight on a position of the queries that see it, 0 if none does.
+
+        Position 0 is a constant, which all see; -1 is a learned sink, whose share is what all others leave.
+        """
+        count = max(1, self.T - self.since)
+        constant = self.sums[..., : -self.T].sum(-1) / count
+        left = 1 - self.sums.sum(-1) / count if self.has_learned_sink else torch.zeros_like(constant)
+        alpha = self.sums[..., -self.T :] / self.seen.clamp(min=1)
+        table = torch.cat((left[..., None], constant[..., None], alpha), dim=-1)
+        return table[..., torch.as_tensor(positions, device=table.device) + 1]

@@ -104,8 +104,8 @@ def errors_of(lens):
     weights = truth.attentions
     if len(weights) == lens.config.num_layers:
         weights = [weights[layer - 1] for layer in lens.attending]
-    seen = torch.arange(LONG, 0, -1)  # queries that see a position
-    heads = [(alpha - some.sum(2) / seen).abs().max().item() for alpha, some in zip(alphas, weights)]
+    means = [some.sum(2) / (some > 0).sum(2) for some in weights]  # over the queries that see a position
+    heads = [(alpha - mean).abs().max().item() for alpha, mean in zip(alphas, means)]
     errors = {"heads": max(heads)}
     if "states" not in lens.lacks and len(truth.hidden_states) == len(streams):
         states = zip(streams[1:-1], truth.hidden_states[1:-1])

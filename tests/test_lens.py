@@ -63,7 +63,11 @@ def test_constants_are_a_cache_of_one_entry(lens):
 
     lens.hidden(tokens, on_heads=draw)
     other = lens.with_constants(constants)
-    states = other.hidden(tokens, on_heads=lambda at, heads, q, k, v, alpha: alphas.append(alpha((0, 1, 2))))
+
+    def note(layer, heads, q, k, v, alpha):
+        alphas.append(alpha((0, 1, 2, -1)))
+
+    states = other.hidden(tokens, on_heads=note)
     cache = DynamicCache()
     for layer, constant in constants.items():
         cache.update(*[x[None, :, None].expand(len(tokens), -1, 1, -1) for x in constant], layer - 1)
@@ -71,11 +75,11 @@ def test_constants_are_a_cache_of_one_entry(lens):
     truth = lens.model(input_ids=tokens, past_key_values=cache, position_ids=places, output_attentions=True)
     torch.testing.assert_close(lens.unembed(states), truth.logits, rtol=0, atol=1e-5)
     for alpha, weights in zip(alphas, truth.attentions):
-        for p, queries in ((1, WITHIN), (2, WITHIN - 1)):
+        for p, queries in ((0, WITHIN), (1, WITHIN), (2, WITHIN - 1)):
             expected = weights[..., p].sum(-1) / queries
             torch.testing.assert_close(alpha[..., p], expected, rtol=0, atol=1e-6)
-        left = 1 - weights[..., 1:].sum((-1, -2)) / WITHIN  # the constant's, and a learned sink's
-        torch.testing.assert_close(alpha[..., 0], left, rtol=0, atol=1e-5)
+        learned = 1 - weights.sum((-1, -2)) / WITHIN  # what a learned sink gets
+        torch.testing.assert_close(alpha[..., -1], learned, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "deepseek_v3", "bamba"])

@@ -1,0 +1,173 @@
+"""Can a sink be hidden? Queries that may not see the first tokens (ours, after arXiv 2609.08574)
+
+    python -m reproduce.hide                        # of smollm2: three minutes
+    python -m reproduce.hide --num-constants 0      # without constants, which need other windows
+
+The first k positions are hidden from all later queries: then the next position sees itself alone, as position
+1 did. Or from all but the next k: then no position but the first sees itself alone. Both are also measured
+with constants, the mean key and value of position 1 over other windows, in front of the text.
+
+Attention is that of the queries of the second half of a window. A head sinks on a position that gets more
+than 0.3 of it; a hidden position gets 0. Losses are of the predictions made from position 65 on.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from lib.figures import BLUE, new_figure, save_figure, short_names, unique
+from lib.results import interval
+from lib.runtime import progress
+from lib.settings import Command, at_least, run_script
+from measure.attention import EPSILON, Means, batches, constants_at, disparity, with_constants
+from measure.units import names_of, observe
+from model import Transformer, with_sink
+from sinks import Settings, measure_models
+from sources.inputs import read_tokens
+
+HIDDEN = (1, 2, 4)  # positions
+SHOWN = 8  # positions in a row
+FROM = 64  # predictions that are left out
+
+
+@dataclass
+class HideSettings(Settings):
+    """The settings of `hide`."""
+
+    num_sequences: at_least(2) = 8  # sequences
+    sequence_length: at_least(FROM + 2) = 256  # tokens in a sequence
+    num_constants: at_least(0) = 16  # extra sequences, whose first position gives the constants
+
+
+def hide(settings: HideSettings):
+    """Can a sink be hidden? The first positions, hidden from all later ones or from most (minutes)"""
+    experiment, lists = measure_models("hide", "ours", settings, every_case)
+    columns = ("checkpoint", "kind", "hidden", "constants", "sink_rates", "any_token", "constant")
+    result = experiment.save(**lists, columns=(*columns, "loss", "added", "low", "high"))
+    draw_hidden(experiment.folder / "hide.png", lists["rows"])
+    return result
+
+
+@torch.inference_mode()
+def every_case(settings: HideSettings, spec, model):
+    """A row for each case: rates, disparity and the first builder's activation by position, and losses."""
+    T, n, c = settings.sequence_length, settings.num_sequences, settings.num_constants
+    tokens, others = read_tokens(replace(settings, num_sequences=n + c), spec, T).split((n, c))
+    activity = observe(model, tokens)
+    builder = activity.builders(activity.layer, 1)[0]
+    query = torch.arange(T, device=tokens.device)[:, None]
+    cases = [("as it is", 0, query < 0)]
+    for k in HIDDEN:
+        cases.append(("hidden", k, (query.T < k) & (query > query.T)))
+    for k in HIDDEN:
+        cases.append(("hidden from all but the next", k, (query.T < k) & (query >= 2 * k)))
+    readers = {False: model}
+    if c:
+        readers[True] = with_constants(model, constants_at(model, others))
+    rows, usual = [], None
+    for has_constants, reader in readers.items():
+        for kind, k, hides in progress(cases, desc="hide", unit=" cases", leave=False):
+            row, losses = measured(reader, tokens, hides.expand(T, T), builder)
+            usual = losses if usual is None else usual
+            key = {"kind": kind, "hidden": k, "constants": has_constants}
+            rows.append(key | row | interval(losses - usual, "added"))
+    return {"rows": rows}
+
+
+def measured(model, tokens, hides, builder):
+    """A row about a model that reads tokens (n, T) without the weights `hides` (T, T), and losses (n,)."""
+    means = Means(len(tokens))
+    alphas, losses = [], []
+
+    def on_state(layer, x):
+        if layer > 0:  # 0 is the input
+            means.add("disparity", layer, disparity(x[:, :SHOWN]))
+
+    def on_units(layer, units, first):
+        if layer == builder[0] and 0 <= builder[1] - first < units.shape[-1]:
+            means.add("activation", layer, units[:, :SHOWN, builder[1] - first].float().abs())
+
+    for part in batches(tokens):
+        by_layer = []
+        with model.hidden_units(on_units):
+            states = late_attention(model, part, hides, by_layer, on_state)[:, FROM:-1]
+        alphas.append(torch.stack(by_layer, dim=1).cpu())  # (B, L, H, 1 + T / 2)
+        for some, wanted in zip(states, part[:, FROM + 1 :]):
+            losses.append(model.summed_loss(some, wanted).item() / len(wanted))
+    sinks = torch.cat(alphas) > EPSILON
+    rates = sinks.float().mean((0, 1, 2)).tolist()
+    row = {"sink_rates": rates[1 : 1 + SHOWN], "constant": rates[0]}
+    row["any_token"] = sinks[..., 1:].any(-1).float().mean().item()
+    row["disparities"] = means.stack("disparity").amax(0).tolist()
+    row |= {"builder": names_of([builder]), "activations": means.of["activation"][builder[0]].tolist()}
+    return row | {"loss": np.mean(losses).item()}, np.array(losses)
+
+
+def late_attention(model, tokens, hides, by_layer, on_state):
+    """Final states of tokens (B, T); `by_layer` gets the late queries' attention, (B, H, 1 + T / 2)."""
+    T = tokens.shape[1]
+    positions = range(T // 2 + 1)  # 0 is the constant
+    if not isinstance(model, Transformer):
+
+        def note(layer, heads, q, k, v, alpha):
+            by_layer.append(alpha(positions))
+
+        return model.hiding(hides, T // 2).hidden(tokens, on_state=on_state, on_heads=note)
+    sees = ~hides & torch.ones_like(hides).tril()
+
+    def on_heads(layer, heads, q, k, v, alpha):
+        attention = model.blocks[layer - 1].self_attn
+        keys, values = with_sink(attention.sink_key, k), with_sink(attention.sink_value, v)
+        keys, values = [x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (keys, values)]
+        scores = (q @ keys.transpose(2, 3)).float() / q.shape[3] ** 0.5
+        front = keys.shape[2] - T
+        weights = scores.masked_fill(~F.pad(sees, (front, 0), value=True), -torch.inf).softmax(-1)
+        late = weights[:, :, T // 2 :].mean(2)  # (B, H, front + T)
+        by_layer.append(F.pad(late, (1 - front, 0))[..., : len(positions)])
+        return attention.calibrate(weights.to(values) @ values, T)
+
+    return model.hidden(tokens, on_state=on_state, on_heads=on_heads)
+
+
+def name_of(row):
+    """What is hidden in a case, in words."""
+    k = row["hidden"]
+    first, following = (f"1 to {k}", f"{k + 1} to {2 * k}") if k > 1 else ("1", "2")
+    words = "nothing hidden" if k == 0 else f"{first} hidden"
+    words += f", but not from {following}" if row["kind"].endswith("next") else ""
+    return words + (", and a constant" if row["constants"] else "")
+
+
+def draw_hidden(path, rows) -> None:
+    """Draw where heads sink and what that costs: a line for each case, a pair of panels for each model."""
+    shown = [row for row in rows if row["hidden"] < 4 and not (row["constants"] and row["kind"] == "hidden")]
+    names = unique(shown, "checkpoint")
+    question = "Can a sink be hidden? The next token becomes one, unless it sees the first"
+    figure, grid = new_figure(question, len(names), 2, width=5.4, height=3.2)
+    for label, name, (where, cost) in zip(short_names(names), names, grid):
+        cases = [row for row in shown if row["checkpoint"] == name]
+        shares = np.array([[row["constant"], *row["sink_rates"]] for row in cases])
+        image = where.imshow(100 * shares, cmap="cividis", vmin=0, vmax=60, aspect="auto")
+        for y, row in enumerate(cases):
+            for x, share in enumerate(shares[y]):
+                text = "hidden" if 1 <= x <= row["hidden"] else f"{100 * share:.0f}"
+                if x or row["constants"]:
+                    colour = "black" if share > 0.35 else "white"
+                    where.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
+        where.set_xticks(range(1 + SHOWN), ["constant", *range(1, 1 + SHOWN)])
+        where.set_yticks(range(len(cases)), [name_of(row) for row in cases])
+        where.set(xlabel="position", title=f"{label}: % of heads that sink there")
+        errors = np.array([[row["added"] - row["low"], row["high"] - row["added"]] for row in cases]).T
+        cost.barh(range(len(cases)), [row["added"] for row in cases], xerr=errors, color=BLUE)
+        cost.axvline(0, color="black", ls="--", lw=1)
+        cost.set(ylim=where.get_ylim(), yticks=[], xlabel="nats", title="what the loss rises by")
+    figure.colorbar(image, ax=grid, location="bottom", shrink=0.5, label="% of heads")
+    save_figure(figure, path)
+
+
+COMMANDS = {"": Command(hide, HideSettings())}
+
+if __name__ == "__main__":
+    run_script(COMMANDS, __doc__)
