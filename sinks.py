@@ -21,13 +21,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lib.random import random_tokens
 from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
 from measure.attention import EPSILON, sink_share, sink_statistics
 from measure.figures import draw_chain, draw_heads, draw_transplants
-from measure.units import observe, watch, zero_units
+from measure.units import normed_disparity, observe, watch, zero_units
 from model import Transformer
 from sources.checkpoint import check_lengths, shortest_context, specs_of
 from sources.inputs import TextSettings, bos_of, read_tokens, text_of
@@ -122,10 +123,13 @@ def sink_rates(settings: RateSettings, spec, model):
 def anatomy(settings: Settings):
     """What singles position 1 out? SO's chain by layer, and the neurons behind it (half a minute)"""
     experiment, lists = measure_models("anatomy", "SO", settings, anatomy_rows)
+    for row in lists["models"]:
+        said = "{checkpoint}: disparity {disparity:.4g}; {normed_random:.4g} behind a norm, on random tokens;"
+        print((said + " {massive:.2g} tokens of a sequence have a massive activation").format(**row))
     for row in lists["layers"]:
         if row["builders"]:
             print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
-    columns = ("checkpoint", "layer", "disparity", "norm_ratio", "value_ratio", "key_alignment")
+    columns = ("checkpoint", "layer", "disparity", "massive", "norm_ratio", "value_ratio", "key_alignment")
     columns += ("effective_rank", "output_tau", "alpha1")
     result = experiment.save(**lists, columns=columns, shown=lists["layers"])
     draw_chain(experiment.folder / "anatomy.png", lists["rows"])
@@ -134,12 +138,15 @@ def anatomy(settings: Settings):
 
 @torch.inference_mode()
 def anatomy_rows(settings: Settings, spec, model):
-    """A row for each layer and position, one for each layer, and one for each builder and remover."""
+    """A row for each layer and position, for each layer, for each builder and remover, and for the model."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens, with_chain=True)
     units = activity.builders(activity.layer, 10) + activity.removers(5)[::-1]  # strongest remover last
     rows, layers = activity.by_position(), activity.by_layer()
-    return {"rows": rows, "layers": layers, "builders": activity.describe(units)}
+    random = random_tokens(settings.input_seed, range(len(tokens)), tokens.shape[1], model.config.vocab_size)
+    about = {"disparity": activity.disparity.max().item(), "massive": max(row["massive"] for row in layers)}
+    about["normed_random"] = normed_disparity(model, random.to(tokens.device))
+    return {"rows": rows, "layers": layers, "builders": activity.describe(units), "models": [about]}
 
 
 # ---- what moves it: a constant key and value ---------------------------------------------------------------

@@ -33,9 +33,11 @@ def draw_chain(path, rows) -> None:
         scale = "linear" if key in ("key_alignment", "alpha") else "log"
         axes.set(xlabel="position" if key == "std" else "layer", yscale=scale)
         for label, points in lines_of(rows, "checkpoint"):
-            link = np.array([point[key] for point in points]).reshape(points[-1]["layer"], -1)  # (L, T)
+            link = np.array([point[key] for point in points], float)  # NaN in layers without attention
+            link = link.reshape(points[-1]["layer"], -1)  # (L, T)
             if key == "std":
-                axes.loglog(range(1, link.shape[1] + 1), link[0], label=label)
+                first = np.isfinite(link).any(1).argmax()
+                axes.loglog(range(1, link.shape[1] + 1), link[first], label=label)
                 continue
             layers = range(1, len(link) + 1)
             (line,) = axes.plot(layers, link[:, 0], "o-", ms=3)

@@ -10,12 +10,14 @@
 """
 
 import contextlib
+import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from measure.attention import Means, batches, check_seen, disparity, ratio_of_first
+from measure.attention import TINY, Means, batches, check_seen, disparity, ratio_of_first
 
 LINKS = {  # SO's chain from averaging to the sink, by layer and position
     "std": "std of aggregated values by position, layer 1",
@@ -25,7 +27,7 @@ LINKS = {  # SO's chain from averaging to the sink, by layer and position
     "key_alignment": "alignment of keys (1: all alike)",
     "alpha": "attention to the position",
 }
-COLUMNS = ("std_ratio", "disparity", "norm_ratio", "value_ratio", "key_alignment")  # by layer
+COLUMNS = ("std_ratio", "disparity", "massive", "norm_ratio", "value_ratio", "key_alignment")  # by layer
 COLUMNS += ("effective_rank", "output_tau", "alpha1")
 SELECTIVITY = 20  # a *selective* builder is at least this many times as active as elsewhere,
 LEAST_SHARE = 0.001  # and makes at least this share of the dimension (ours)
@@ -66,6 +68,9 @@ class Activity(Means):
             self.add("norm", layer, x.float().norm(dim=2))  # (T,)
             self.add("norm_ratio", layer, ratio_of_first(x))
             self.add("disparity", layer, disparity(x))  # (T,)
+            sizes = x.float().abs()
+            least = sizes.flatten(1).median(1).values.mul(1000).clamp(min=100)[:, None]  # arXiv 2402.17762
+            self.add("massive", layer, (sizes.amax(2) >= least).sum(1).float())
             self.add("mean", layer, x.double().mean(1))  # over positions, (d,)
             self.add("product", layer, (flat.T @ flat)[None] / x.shape[1])  # mean of h h^T, (d, d)
 
@@ -104,7 +109,8 @@ class Activity(Means):
         row = {}
         for name in names:
             found = self.of[name].get(layer)
-            row[name] = None if found is None else found.flatten()[position - 1].item()
+            number = math.nan if found is None else found.flatten()[position - 1].item()
+            row[name] = number if math.isfinite(number) else None  # of a zero matrix, for one
         return row
 
     def by_position(self):
@@ -184,7 +190,7 @@ class Activity(Means):
             row["first"] = self.at_1[layer][unit].abs().item()
             row["others"] = self.elsewhere[layer][unit].item()
             row["builds"] = builds[layer][unit].item()
-            row["down_share"] = (squares[dimension] / squares.sum()).item()
+            row["down_share"] = (squares[dimension] / squares.sum().clamp(min=TINY)).item()
             rows.append(row)
         return rows
 
@@ -209,6 +215,26 @@ def observe(model, tokens: Tensor, with_chain=False) -> Activity:
                 model.hidden(part, on_state=states.__setitem__)
                 activity.add("silent", layer, states[layer][:, 0].float())
     return activity
+
+
+@torch.inference_mode()
+def normed_disparity(model, tokens: Tensor):
+    """The disparity at position 1, the largest of all layers, behind a block's first part, its norm (SO)."""
+    means = Means(len(tokens))
+
+    def note(layer, part, inputs, output):
+        if layer not in seen and isinstance(output, Tensor) and inputs and output.shape == inputs[0].shape:
+            seen.add(layer)
+            means.add("disparity", layer, disparity(output[:, 0]))
+
+    with contextlib.ExitStack() as stack:
+        for layer, block in enumerate(model.blocks, start=1):
+            for part in block.children():
+                stack.enter_context(part.register_forward_hook(partial(note, layer)))
+        for part in batches(tokens):
+            seen = set()
+            model.hidden(part)
+    return means.stack("disparity").max().item() if means.of else None
 
 
 def ranked(scores, count):

@@ -132,38 +132,38 @@ def late_attention(model, tokens, hides, by_layer, on_state):
 
 
 def name_of(row):
-    """What is hidden in a case, in words."""
+    """A case in words."""
     k = row["hidden"]
-    first, following = (f"1 to {k}", f"{k + 1} to {2 * k}") if k > 1 else ("1", "2")
-    words = "nothing hidden" if k == 0 else f"{first} hidden"
-    words += f", but not from {following}" if row["kind"].endswith("next") else ""
-    return words + (", and a constant" if row["constants"] else "")
+    words = ("nothing", "1", "1 and 2")[k] + " hidden"
+    if row["kind"].endswith("next"):
+        words += (" from all but 2", " from all but 3 and 4")[k - 1]
+    return words + (", a constant in front" if row["constants"] else "")
 
 
 def draw_hidden(path, rows) -> None:
     """Draw where heads sink and what that costs: a line for each case, a pair of panels for each model."""
     shown = [row for row in rows if row["hidden"] < 4 and not (row["constants"] and row["kind"] == "hidden")]
     names = unique(shown, "checkpoint")
-    question = "Can a sink be hidden? The next token becomes one, unless it sees the first"
-    figure, grid = new_figure(question, len(names), 2, width=5.4, height=3.2)
+    question = (
+        "Can a sink be hidden? Who sees only itself becomes the sink, for nothing. Where nobody does, the "
+    )
+    question += "loss rises; a constant mends it"
+    figure, grid = new_figure(question, len(names), 2, width=5.4, height=2.8)
     for label, name, (where, cost) in zip(short_names(names), names, grid):
         cases = [row for row in shown if row["checkpoint"] == name]
-        shares = np.array([[row["constant"], *row["sink_rates"]] for row in cases])
-        image = where.imshow(100 * shares, cmap="cividis", vmin=0, vmax=60, aspect="auto")
-        for y, row in enumerate(cases):
-            for x, share in enumerate(shares[y]):
-                text = "hidden" if 1 <= x <= row["hidden"] else f"{100 * share:.0f}"
-                if x or row["constants"]:
-                    colour = "black" if share > 0.35 else "white"
-                    where.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
+        percent = 100 * np.array([[row["constant"], *row["sink_rates"]] for row in cases])
+        where.imshow(percent, cmap="cividis", vmin=0, vmax=60, aspect="auto")
+        for (y, x), share in np.ndenumerate(percent):
+            k = cases[y]["hidden"]
+            text = "hidden" if 1 <= x <= k else f"{share:.0f}" if x or cases[y]["constants"] else ""
+            where.text(x, y, text, ha="center", va="center", color="black" if share > 35 else "white")
         where.set_xticks(range(1 + SHOWN), ["constant", *range(1, 1 + SHOWN)])
         where.set_yticks(range(len(cases)), [name_of(row) for row in cases])
         where.set(xlabel="position", title=f"{label}: % of heads that sink there")
-        errors = np.array([[row["added"] - row["low"], row["high"] - row["added"]] for row in cases]).T
-        cost.barh(range(len(cases)), [row["added"] for row in cases], xerr=errors, color=BLUE)
+        added = np.array([[row["added"], row["low"], row["high"]] for row in cases]).T
+        cost.barh(range(len(cases)), added[0], xerr=abs(added[1:] - added[0]), color=BLUE)
         cost.axvline(0, color="black", ls="--", lw=1)
-        cost.set(ylim=where.get_ylim(), yticks=[], xlabel="nats", title="what the loss rises by")
-    figure.colorbar(image, ax=grid, location="bottom", shrink=0.5, label="% of heads")
+        cost.set(ylim=where.get_ylim(), yticks=[], xlabel="nats", title="what the loss rises by (95 %)")
     save_figure(figure, path)
 
 

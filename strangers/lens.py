@@ -36,7 +36,7 @@ from lib.settings import UserError
 from strangers.parts import down_of, find_blocks, find_units, is_linear
 
 QUERIES = 256  # whose weights are in memory at a time, or as many as have WEIGHTS numbers
-WEIGHTS = 2**21
+WEIGHTS = 2**23
 POSITIONS = 512  # whose logits are
 CONTEXTS = ("max_position_embeddings", "max_target_positions")  # names of a model's longest input
 UNKNOWN_CONTEXT = 2048  # positions of a model that does not say how many it can read
@@ -219,15 +219,17 @@ class Pass:
             return own(module, q, k, v, attention_mask, *more, **settings)
         self.lens.attentions.add(module)
         B, H, T, _ = q.shape
+        if k.shape[2] != T:
+            raise UserError(f"layer {self.layer} has {k.shape[2]} keys of {T} positions")
         constant = self.lens.constants.get(self.layer)
         front = 0 if constant is None else 1
         given = [x for x in (*more, *settings.values()) if isinstance(x, Tensor) and x.ndim > 1]
         is_whole = any(x.is_floating_point() for x in given)  # a bias may be of all queries and keys
-        step = T if is_whole else min(self.lens.queries, max(16, WEIGHTS // (B * H * T)))
         alpha = Alpha(self.lens, q, front)
-        outputs = []
-        for start in range(0, T, step):
-            rows = slice(start, min(start + step, T))
+        outputs, rows = [], slice(0, 0)
+        while rows.stop < T:
+            most = max(16, WEIGHTS // (B * H * min(T, rows.stop + QUERIES)))
+            rows = slice(rows.stop, T if is_whole else min(T, rows.stop + min(self.lens.queries, most)))
             mask = self.mask_of(attention_mask, q, rows)  # (1 or B, 1 or H, queries, T at most)
             sees = mask > torch.finfo(mask.dtype).min / 2
             there = sees.flatten(0, 2).any(0).nonzero()

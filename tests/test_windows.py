@@ -1,0 +1,136 @@
+"""Attention where windows end, learned sinks and long texts: alpha against each model's own eager weights."""
+
+import pytest
+import torch
+from architectures import build
+from conftest import KINDS, random_model
+from test_lens import TINY
+
+from lib.random import random_tokens
+from measure import attention
+from reproduce import hide
+from strangers import check as checks
+from strangers import lens as lenses
+from strangers.lens import Lens
+
+FAMILIES = "gemma2 gemma3_text gpt_oss mimo_v2_flash llama4_text mistral phi3 cohere2 olmo3 qwen3".split()
+LONGEST = 300
+WINDOW = 8
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def lens(request):
+    """A tiny model of a family that has windows, chunks or learned sinks, and reads long texts."""
+    with pytest.MonkeyPatch.context() as patch:
+        special = TINY["special"].get(request.param, {}) | {"max_position_embeddings": 512}
+        special |= {"attention_chunk_size": WINDOW} if request.param == "llama4_text" else {}
+        patch.setitem(TINY["special"], request.param, special)
+        lens = Lens(build(request.param))
+    checks.check(lens)
+    return lens
+
+
+def eager_weights(lens, tokens, mask=None):
+    """By layer, the weights (B, H, T, T) that transformers' own eager attention returns."""
+    output = lens.model(input_ids=tokens, attention_mask=mask, output_attentions=True, use_cache=False)
+    return [some.double() for some in output.attentions]
+
+
+def sees_of(lens, T):
+    """By layer, which keys a query sees, (T, T), as the configuration tells."""
+    config = lens.model.config.get_text_config()
+    kinds = getattr(config, "layer_types", None)
+    if kinds is None:
+        kinds = ["sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"] * 99
+    i, j = torch.arange(T)[:, None], torch.arange(T)
+    windows = {
+        "full_attention": i >= j,
+        "sliding_attention": (i >= j) & (i - j < (getattr(config, "sliding_window", None) or T)),
+        "chunked_attention": (i >= j) & (i // WINDOW == j // WINDOW),
+    }
+    return [windows[kind] for kind in kinds[: lens.config.num_layers]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("T", [24, 96, LONGEST])
+def test_alpha_is_the_mean_over_queries_that_see(lens, T, monkeypatch):
+    monkeypatch.setattr(lenses, "WEIGHTS", 4000)  # few queries at a time
+    tokens = lens.probe_tokens(T)
+    alpha = attention.attention_to(lens, tokens, range(1, T + 1))  # (B, L, H, T)
+    for seen, weights, sees in zip(alpha.unbind(1), eager_weights(lens, tokens), sees_of(lens, T)):
+        for p in (1, 2, 7, 9, T // 2, T):
+            queries = sees[:, p - 1].nonzero()[:, 0].tolist()
+            expected = sum(weights[:, :, i, p - 1] for i in queries) / len(queries)
+            torch.testing.assert_close(seen[..., p - 1].double(), expected, rtol=0, atol=1e-6)
+    uniform = [((sees[:, 0] / sees.sum(1)).sum() / sees[:, 0].sum()).item() for sees in sees_of(lens, T)]
+    assert [*lens.uniform.values()] == pytest.approx(uniform, abs=1e-6)
+
+
+@torch.no_grad()
+def test_hidden_weights_are_a_mask_of_transformers(lens):
+    """Its own eager attention, given a 4-D mask: logits, and alpha of the later half of the queries."""
+    T = WINDOW  # a 4-D mask takes the place of windows
+    tokens = lens.probe_tokens(T)
+    query, key = torch.arange(T)[:, None], torch.arange(T)
+    hides = (key < 2) & (query > key)
+    mask = torch.zeros(1, 1, T, T).masked_fill((query < key) | hides, torch.finfo(torch.float32).min)
+    other = lens.hiding(hides, T // 2)
+    truth = lens.model(input_ids=tokens, attention_mask=mask.expand(2, 1, T, T), use_cache=False).logits
+    torch.testing.assert_close(other.unembed(other.hidden(tokens)), truth, rtol=0, atol=1e-5)
+    alpha = attention.attention_to(other, tokens, range(1, T // 2 + 1))
+    weights = torch.stack(eager_weights(lens, tokens, mask.expand(2, 1, T, T)), 1)
+    expected = weights[..., T // 2 :, : T // 2].mean(3).float()
+    torch.testing.assert_close(alpha, expected, rtol=0, atol=1e-6)
+    assert (alpha[..., :2] == 0).all()
+
+
+def test_a_mask_is_made_for_some_queries(lens, monkeypatch):
+    """No mask of all pairs of positions, unless a model changes it."""
+    made = []
+
+    def note(**given):
+        made.append(given["q_length"])
+        return usual(**given)
+
+    usual = lenses.eager_mask
+    monkeypatch.setattr(lenses, "eager_mask", note)
+    monkeypatch.setattr(lenses, "WEIGHTS", 4000)
+    lens.hidden(lens.probe_tokens(LONGEST))
+    assert made and max(made) < 64
+
+
+@torch.no_grad()
+def test_a_constant_and_a_learned_sink_are_two():
+    lens = Lens(build("gpt_oss"))
+    checks.check(lens)
+    tokens = lens.probe_tokens(6)
+    moved = attention.with_constants(lens, attention.constants_at(lens, tokens))
+    alpha = attention.attention_to(moved, tokens, (*range(1, 7), 0, -1))
+    queries = torch.tensor([6, 5, 4, 3, 2, 1, 6, 6])
+    shares = (alpha * queries / 6).sum(-1)
+    torch.testing.assert_close(shares, torch.ones_like(shares), rtol=0, atol=1e-5)
+    assert (alpha[..., -2:] > 0.01).all()
+    row, _ = attention.sink_statistics(lens, tokens)
+    assert row["constant_alpha"] == 0 and row["learned_sink_alpha"] > 0.01
+
+
+def test_hide_of_our_own_is_explicit_attention(monkeypatch):
+    """`late_attention` of our model: with nothing hidden the same states; hidden positions get nothing."""
+    model = random_model(KINDS["llama_gqa"])
+    T = 40
+    tokens = random_tokens(0, range(2), T, 97)
+    for reader in (model, attention.with_constants(model, attention.constants_at(model, tokens))):
+        weights = []
+        with torch.inference_mode():
+            states = hide.late_attention(reader, tokens, torch.zeros(T, T).bool(), weights, None)
+            torch.testing.assert_close(states, reader.hidden(tokens), rtol=1e-4, atol=1e-4)
+            alpha = attention.attention_to(reader, tokens, (0, 1))
+        late = torch.stack(weights, 1)
+        assert late.shape == (2, 3, 4, T // 2 + 1)
+        assert ((late[..., 0] > 0) == (alpha[..., 0] > 0)).all()
+        hidden = []
+        hides = torch.zeros(T, T).bool()
+        hides[1:, 0] = True
+        with torch.inference_mode():
+            hide.late_attention(reader, tokens, hides, hidden, None)
+        assert (torch.stack(hidden)[..., 1] == 0).all()
