@@ -32,6 +32,7 @@ from measure.units import normed_disparity, observe, watch, zero_units
 from model import Transformer
 from sources.checkpoint import check_lengths, shortest_context, specs_of
 from sources.inputs import TextSettings, bos_of, read_tokens, text_of
+from sources.tokenizers import load_tokenizer
 
 # The first prediction sees one token, so anything in front of the text helps it; the next seven see two to
 # eight. Models with and without something in front are compared from the ninth prediction on.
@@ -78,6 +79,10 @@ def measure_models(name, paper, settings: Settings, measure, *more):
     for spec in progress(specs, desc=name, unit=" models"):
         named = {"checkpoint": spec.label, "text": text_of(settings, spec)}
         model = spec.load(experiment.device, experiment.dtype)
+        if spec.tokenizer_file and not spec.is_ours:
+            from strangers.check import note_bos  # imports transformers, as the model did
+
+            note_bos(spec.tokenizer_file, load_tokenizer(str(spec.tokenizer_file)).adds_bos)
         for key, rows in measure(experiment.settings, spec, model, *more).items():
             lists[key] += [named | row for row in rows]
     return experiment, lists

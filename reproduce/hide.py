@@ -7,11 +7,12 @@ The first k positions are hidden from all later queries: then the next position 
 1 did. Or from all but the next k: then no position but the first sees itself alone. Both are also measured
 with constants, the mean key and value of position 1 over other windows, in front of the text.
 
-Attention is that of the queries of the second half of a window. A head sinks on a position that gets more
-than 0.3 of it; a hidden position gets 0. Losses are of the predictions made from position 65 on.
+Attention is that of the second half's queries. A head sinks on a position that gets more than 0.3 of it; a
+hidden position gets 0. Losses are of the predictions made from position 65 on.
 """
 
 from dataclasses import dataclass, replace
+from itertools import product
 
 import numpy as np
 import torch
@@ -59,20 +60,15 @@ def every_case(settings: HideSettings, spec, model):
     builder = activity.builders(activity.layer, 1)[0]
     query = torch.arange(T, device=tokens.device)[:, None]
     cases = [("as it is", 0, query < 0)]
-    for k in HIDDEN:
-        cases.append(("hidden", k, (query.T < k) & (query > query.T)))
-    for k in HIDDEN:
-        cases.append(("hidden from all but the next", k, (query.T < k) & (query >= 2 * k)))
-    readers = {False: model}
-    if c:
-        readers[True] = with_constants(model, constants_at(model, others))
+    cases += [("hidden", k, (query.T < k) & (query > query.T)) for k in HIDDEN]
+    cases += [("hidden from all but the next", k, (query.T < k) & (query >= 2 * k)) for k in HIDDEN]
+    readers = [model, with_constants(model, constants_at(model, others))] if c else [model]
     rows, usual = [], None
-    for has_constants, reader in readers.items():
-        for kind, k, hides in progress(cases, desc="hide", unit=" cases", leave=False):
-            row, losses = measured(reader, tokens, hides.expand(T, T), builder)
-            usual = losses if usual is None else usual
-            key = {"kind": kind, "hidden": k, "constants": has_constants}
-            rows.append(key | row | interval(losses - usual, "added"))
+    for reader, (kind, k, hides) in progress([*product(readers, cases)], desc="hide", unit=" cases"):
+        row, losses = measured(reader, tokens, hides.expand(T, T), builder)
+        usual = losses if usual is None else usual
+        key = {"kind": kind, "hidden": k, "constants": reader is not model}
+        rows.append(key | row | interval(losses - usual, "added"))
     return {"rows": rows}
 
 
@@ -97,11 +93,11 @@ def measured(model, tokens, hides, builder):
         for some, wanted in zip(states, part[:, FROM + 1 :]):
             losses.append(model.summed_loss(some, wanted).item() / len(wanted))
     sinks = torch.cat(alphas) > EPSILON
-    rates = sinks.float().mean((0, 1, 2)).tolist()
-    row = {"sink_rates": rates[1 : 1 + SHOWN], "constant": rates[0]}
+    constant, *rates = [round(rate, 4) for rate in sinks.float().mean((0, 1, 2)).tolist()]
+    row = {"sink_rates": rates[:SHOWN], "constant": constant, "builder": names_of([builder])}
     row["any_token"] = sinks[..., 1:].any(-1).float().mean().item()
     row["disparities"] = means.stack("disparity").amax(0).tolist()
-    row |= {"builder": names_of([builder]), "activations": means.of["activation"][builder[0]].tolist()}
+    row["activations"] = means.of["activation"][builder[0]].tolist()
     return row | {"loss": np.mean(losses).item()}, np.array(losses)
 
 
@@ -110,11 +106,8 @@ def late_attention(model, tokens, hides, by_layer, on_state):
     T = tokens.shape[1]
     positions = range(T // 2 + 1)  # 0 is the constant
     if not isinstance(model, Transformer):
-
-        def note(layer, heads, q, k, v, alpha):
-            by_layer.append(alpha(positions))
-
-        return model.hiding(hides, T // 2).hidden(tokens, on_state=on_state, on_heads=note)
+        note = {"on_heads": lambda *given: by_layer.append(given[-1](positions))}  # its alpha
+        return model.hiding(hides, T // 2).hidden(tokens, on_state=on_state, **note)
     sees = ~hides & torch.ones_like(hides).tril()
 
     def on_heads(layer, heads, q, k, v, alpha):
@@ -131,40 +124,36 @@ def late_attention(model, tokens, hides, by_layer, on_state):
     return model.hidden(tokens, on_state=on_state, on_heads=on_heads)
 
 
-def name_of(row):
-    """A case in words."""
-    k = row["hidden"]
-    words = ("nothing", "1", "1 and 2")[k] + " hidden"
-    if row["kind"].endswith("next"):
-        words += (" from all but 2", " from all but 3 and 4")[k - 1]
-    return words + (", a constant in front" if row["constants"] else "")
-
-
 def draw_hidden(path, rows) -> None:
     """Draw where heads sink and what that costs: a line for each case, a pair of panels for each model."""
-    shown = [row for row in rows if row["hidden"] < 4 and not (row["constants"] and row["kind"] == "hidden")]
-    names = unique(shown, "checkpoint")
-    question = (
-        "Can a sink be hidden? Who sees only itself becomes the sink, for nothing. Where nobody does, the "
-    )
-    question += "loss rises; a constant mends it"
+    names = unique(rows, "checkpoint")
+    question = "Can a sink be hidden? Who sees only itself becomes the sink. Forbid that, and the loss rises"
     figure, grid = new_figure(question, len(names), 2, width=5.4, height=2.8)
     for label, name, (where, cost) in zip(short_names(names), names, grid):
-        cases = [row for row in shown if row["checkpoint"] == name]
-        percent = 100 * np.array([[row["constant"], *row["sink_rates"]] for row in cases])
-        where.imshow(percent, cmap="cividis", vmin=0, vmax=60, aspect="auto")
-        for (y, x), share in np.ndenumerate(percent):
-            k = cases[y]["hidden"]
-            text = "hidden" if 1 <= x <= k else f"{share:.0f}" if x or cases[y]["constants"] else ""
-            where.text(x, y, text, ha="center", va="center", color="black" if share > 35 else "white")
+        cases = [row for row in rows if row["checkpoint"] == name and row["hidden"] < 4]
+        cases = [row for row in cases if not (row["constants"] and row["kind"] == "hidden")]
+        shares = np.array([[row["constant"], *row["sink_rates"]] for row in cases])
+        where.imshow(shares, cmap="cividis", vmin=0, vmax=0.6, aspect="auto")
+        for (y, x), share in np.ndenumerate(shares):
+            text = "hidden" if 1 <= x <= cases[y]["hidden"] else f"{100 * share:.0f}"
+            colour = "black" if share > 0.35 else "white"
+            if x or cases[y]["constants"]:
+                where.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
         where.set_xticks(range(1 + SHOWN), ["constant", *range(1, 1 + SHOWN)])
-        where.set_yticks(range(len(cases)), [name_of(row) for row in cases])
+        where.set_yticks(range(len(cases)), map(words_of, cases))
         where.set(xlabel="position", title=f"{label}: % of heads that sink there")
         added = np.array([[row["added"], row["low"], row["high"]] for row in cases]).T
         cost.barh(range(len(cases)), added[0], xerr=abs(added[1:] - added[0]), color=BLUE)
         cost.axvline(0, color="black", ls="--", lw=1)
         cost.set(ylim=where.get_ylim(), yticks=[], xlabel="nats", title="what the loss rises by (95 %)")
     save_figure(figure, path)
+
+
+def words_of(row):
+    """What is hidden in a case."""
+    words = ("nothing", "1", "1 and 2")[row["hidden"]] + " hidden"
+    words += ("", " from all but 2", " from all but 3 and 4")[row["hidden"] * row["kind"].endswith("next")]
+    return words + ", and a constant" * row["constants"]
 
 
 COMMANDS = {"": Command(hide, HideSettings())}

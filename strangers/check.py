@@ -1,14 +1,26 @@
 """Does a Lens see what a model does? It is compared with the model as it is, in eager, on a few tokens."""
 
 import contextlib
+import sys
 from functools import partial
 
 import torch
+from transformers import AutoTokenizer
 
 from lib.settings import UserError
 from strangers.lens import Pass, tensor_of
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # of a share, and of the largest number
+
+
+def note_bos(file, adds_bos) -> None:
+    """Say so if the tokenizer of `transformers` does not put BOS in front where its configuration does."""
+    with contextlib.suppress(Exception):  # a tokenizer that transformers does not read
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
+        begins = tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]
+        if begins != adds_bos:
+            said = f"{file}: add_bos_token is {adds_bos}; transformers' own tokenizer does otherwise (--bos)"
+            print(said, file=sys.stderr)
 
 
 @torch.no_grad()

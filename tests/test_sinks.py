@@ -103,6 +103,15 @@ def disparity_of(stream: torch.Tensor) -> torch.Tensor:
     return (size.amax(2) / size.mean(2)).mean(1)
 
 
+def massive(sizes: torch.Tensor) -> float:
+    """The mean number of a sequence's tokens with a massive activation, of |x| (n, T, d) (2402.17762)."""
+    count = 0
+    for sequence in sizes:
+        least = max(100, 1000 * sequence.median().item())
+        count += sum(token.max().item() >= least for token in sequence)
+    return count / len(sizes)
+
+
 def contributions_of(model: Transformer, stream: torch.Tensor, units: torch.Tensor, layer: int):
     """The dimension after a layer, and what every unit contributes to it, by (layer, unit), largest first."""
     state = stream[layer, :, 0].mean(0)  # (d,)
@@ -153,6 +162,7 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
             "layer": row["layer"],
             "std_ratio": ratio(expected["std"][place]),
             "disparity": first["disparity"],
+            "massive": massive(after[place].abs()),
             "norm_ratio": ratio(after[place].norm(dim=2)),
             "value_ratio": ratio(values[place].norm(dim=3)),
             "key_alignment": first["key_alignment"],

@@ -3,9 +3,11 @@
 import pytest
 import torch
 from architectures import build
-from conftest import KINDS, random_model
+from conftest import KINDS, random_model, run_here
 from test_lens import TINY
 
+import sinks
+from lib.files import read_json
 from lib.random import random_tokens
 from measure import attention
 from reproduce import hide
@@ -134,3 +136,35 @@ def test_hide_of_our_own_is_explicit_attention(monkeypatch):
         with torch.inference_mode():
             hide.late_attention(reader, tokens, hides, hidden, None)
         assert (torch.stack(hidden)[..., 1] == 0).all()
+
+
+TEN = "qwen3_next jamba bamba lfm2 granitemoehybrid gemma3_text gpt_oss deepseek_v3 gpt2 mixtral".split()
+
+
+@pytest.mark.parametrize("model_type", TEN)
+def test_every_command_of_ten_families(model_type, tmp_path):
+    """Five of them are hybrids, whose layers do not all attend."""
+    build(model_type).save_pretrained(tmp_path / "model")
+    words = ["--model", tmp_path / "model", "--num-sequences", 4, "--sequence-length", 12, "--out", tmp_path]
+    for name in filter(None, sinks.COMMANDS):
+        done = run_here("sinks", name, *words)
+        assert done.returncode == 0, done.stderr
+    (heads,) = read_json(tmp_path / "rate.json")["heads"]
+    assert len(heads["layers"]) == len(heads["alpha1"])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["table", "map"])
+def test_anatomy_of_zeros(part, tmp_path):
+    """A zero row of the table, or a zero matrix, makes no 0 / 0."""
+    model = build("llama")
+    if part == "table":
+        model.model.embed_tokens.weight[::2] = 0
+    else:
+        model.model.layers[1].self_attn.v_proj.weight.zero_()
+        model.model.layers[2].mlp.down_proj.weight.zero_()
+    model.save_pretrained(tmp_path / "model")
+    words = ["--model", tmp_path / "model", "--num-sequences", 4, "--sequence-length", 12, "--out", tmp_path]
+    for name in ("anatomy", "rate", "transplant"):
+        done = run_here("sinks", name, *words)
+        assert done.returncode == 0, done.stderr
