@@ -199,7 +199,8 @@ class Pass:
                     stack.enter_context(module.register_forward_pre_hook(self.see_units))
                 stack.enter_context(standing_between(ExpertsInterface, self.route))
             stack.enter_context(standing_between(AttentionInterface, self.attend))
-            stack.enter_context(lazy_masks())
+            ALL_MASK_ATTENTION_FUNCTIONS["eager"] = lazy_mask
+            stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.pop, "eager")
             yield
 
     def enter(self, block, inputs, named) -> None:
@@ -219,10 +220,8 @@ class Pass:
             return own(module, q, k, v, attention_mask, *more, **settings)
         self.lens.attentions.add(module)
         B, H, T, _ = q.shape
-        if k.shape[2] != T:
-            raise UserError(f"layer {self.layer} has {k.shape[2]} keys of {T} positions")
         constant = self.lens.constants.get(self.layer)
-        front = 0 if constant is None else 1
+        front = int(constant is not None)
         given = [x for x in (*more, *settings.values()) if isinstance(x, Tensor) and x.ndim > 1]
         is_whole = any(x.is_floating_point() for x in given)  # a bias may be of all queries and keys
         alpha = Alpha(self.lens, q, front)
@@ -237,8 +236,7 @@ class Pass:
             keys, values, mask = k[:, :, some], v[:, :, some], mask[..., some]
             if front:
                 keys, values = with_first(constant[0], keys), with_first(constant[1], values)
-                hidden = torch.finfo(mask.dtype).min
-                mask = F.pad(mask, (1, 0), value=hidden if self.lens.hides_constants else 0)
+                mask = F.pad(mask, (1, 0), value=self.lens.hides_constants * torch.finfo(mask.dtype).min)
             output, weights = own(module, q[:, :, rows], keys, values, mask, *more, **settings)
             outputs.append(output)
             if self.on_heads is not None:
@@ -254,13 +252,11 @@ class Pass:
     def mask_of(self, mask, q, rows):
         """The mask of some queries, (1 or B, 1 or H, queries, T at most): 0 where a key is seen."""
         if isinstance(mask, Mask):
-            mask = mask.rows(rows)
+            mask = mask.rows(rows.start, rows.stop)
         elif mask is not None and mask.shape[2] > 1:
             mask = mask[:, :, rows]
         if mask is None:
             mask = q.new_zeros(1, 1, 1, q.shape[2])
-        if mask.dtype == torch.bool:
-            mask = q.new_zeros(()).masked_fill(~mask, torch.finfo(q.dtype).min)
         if self.lens.hides is not None:
             mask = mask.masked_fill(self.lens.hides[rows, : mask.shape[-1]], torch.finfo(mask.dtype).min)
         return mask.expand(-1, -1, rows.stop - rows.start, -1)
@@ -319,33 +315,23 @@ class Mask(Tensor):
     @classmethod
     def __torch_function__(cls, function, types, inputs=(), named=None):
         if function.__name__ != "__get__":  # of its shape, dtype or device
-            inputs, named = tree_map_only(Mask, lambda x: x.rows(slice(0, x.shape[2])), (inputs, named))
+            inputs, named = tree_map_only(Mask, Mask.rows, (inputs, named))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*inputs, **(named or {}))
 
-    @classmethod
-    def lazily(cls, **given):
-        """What `eager_mask` returns, not made yet."""
-        shape = (given["batch_size"], 1, given["q_length"], given["kv_length"])
-        mask = torch.empty((), dtype=given["dtype"], device=given["device"]).expand(shape).as_subclass(cls)
-        first = given.get("q_offset", 0)
-
-        def rows(some):
-            here = {"q_length": some.stop - some.start, "q_offset": first + some.start}
-            return eager_mask(**given | here | {"kv_length": first + some.stop})
-
-        mask.rows = rows
-        return mask
+    def rows(self, start=0, stop=None):
+        first, stop = self.given.get("q_offset", 0), stop or self.given["q_length"]
+        here = {"q_length": stop - start, "q_offset": first + start, "kv_length": first + stop}
+        return eager_mask(**self.given | here)
 
 
-@contextlib.contextmanager
-def lazy_masks():
-    """Within this context models make such masks."""
-    ALL_MASK_ATTENTION_FUNCTIONS["eager"] = Mask.lazily
-    try:
-        yield
-    finally:
-        del ALL_MASK_ATTENTION_FUNCTIONS["eager"]
+def lazy_mask(**given):
+    """The Mask of what `eager_mask` is given."""
+    shape = (given["batch_size"], 1, given["q_length"], given["kv_length"])
+    empty = torch.empty((), dtype=given["dtype"], device=given["device"])
+    mask = empty.expand(shape).as_subclass(Mask)
+    mask.given = given
+    return mask
 
 
 def tensor_of(output):
