@@ -4,11 +4,9 @@
     python -m reproduce.hide --num-constants 0      # without constants, which need other windows
 
 The first k positions are hidden from all later queries: then the next position sees itself alone, as position
-1 did. Or from all but the next k: then no position but the first sees itself alone. Both are also measured
-with constants, the mean key and value of position 1 over other windows, in front of the text.
-
-Attention is that of the second half's queries. A head sinks on a position that gets more than 0.3 of it; a
-hidden position gets 0. Losses are of the predictions made from position 65 on.
+1 did. Or from all but the next k: then no later one does. Both also with constants, the mean key and value of
+position 1 over other windows, in front. Attention is that of the second half's queries; a head sinks on a
+position that gets more than 0.3 of it. Losses are of the predictions made from position 65 on.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +18,6 @@ import torch.nn.functional as F
 
 from lib.figures import BLUE, new_figure, save_figure, short_names, unique
 from lib.results import interval
-from lib.runtime import progress
 from lib.settings import Command, at_least, run_script
 from measure.attention import EPSILON, Means, batches, constants_at, disparity, with_constants
 from measure.units import names_of, observe
@@ -28,8 +25,7 @@ from model import Transformer, with_sink
 from sinks import Settings, measure_models
 from sources.inputs import read_tokens
 
-HIDDEN = (1, 2, 4)  # positions
-SHOWN = 8  # positions in a row
+HIDDEN, SHOWN = (1, 2, 4), 8  # how many positions are hidden, and told of
 FROM = 64  # predictions that are left out
 
 
@@ -46,9 +42,8 @@ def hide(settings: HideSettings):
     """Can a sink be hidden? The first positions, hidden from all later ones or from most (minutes)"""
     experiment, lists = measure_models("hide", "ours", settings, every_case)
     columns = ("checkpoint", "kind", "hidden", "constants", "sink_rates", "any_token", "constant")
-    result = experiment.save(**lists, columns=(*columns, "loss", "added", "low", "high"))
     draw_hidden(experiment.folder / "hide.png", lists["rows"])
-    return result
+    return experiment.save(**lists, columns=(*columns, "loss", "added", "low", "high"))
 
 
 @torch.inference_mode()
@@ -64,7 +59,7 @@ def every_case(settings: HideSettings, spec, model):
     cases += [("hidden from all but the next", k, (query.T < k) & (query >= 2 * k)) for k in HIDDEN]
     readers = [model, with_constants(model, constants_at(model, others))] if c else [model]
     rows, usual = [], None
-    for reader, (kind, k, hides) in progress([*product(readers, cases)], desc="hide", unit=" cases"):
+    for reader, (kind, k, hides) in product(readers, cases):
         row, losses = measured(reader, tokens, hides.expand(T, T), builder)
         usual = losses if usual is None else usual
         key = {"kind": kind, "hidden": k, "constants": reader is not model}
@@ -78,8 +73,7 @@ def measured(model, tokens, hides, builder):
     alphas, losses = [], []
 
     def on_state(layer, x):
-        if layer > 0:  # 0 is the input
-            means.add("disparity", layer, disparity(x[:, :SHOWN]))
+        means.add("disparity", layer, disparity(x[:, :SHOWN]))
 
     def on_units(layer, units, first):
         if layer == builder[0] and 0 <= builder[1] - first < units.shape[-1]:
@@ -97,16 +91,17 @@ def measured(model, tokens, hides, builder):
     row = {"sink_rates": rates[:SHOWN], "constant": constant, "builder": names_of([builder])}
     row["any_token"] = sinks[..., 1:].any(-1).float().mean().item()
     row["disparities"] = means.stack("disparity").amax(0).tolist()
-    row["activations"] = means.of["activation"][builder[0]].tolist()
+    row["activations"] = means.stack("activation")[0].tolist()
     return row | {"loss": np.mean(losses).item()}, np.array(losses)
 
 
 def late_attention(model, tokens, hides, by_layer, on_state):
     """Final states of tokens (B, T); `by_layer` gets the late queries' attention, (B, H, 1 + T / 2)."""
     T = tokens.shape[1]
-    positions = range(T // 2 + 1)  # 0 is the constant
     if not isinstance(model, Transformer):
-        note = {"on_heads": lambda *given: by_layer.append(given[-1](positions))}  # its alpha
+        note = {
+            "on_heads": lambda *given: by_layer.append(given[-1](range(T // 2 + 1)))
+        }  # alpha; 0: constant
         return model.hiding(hides, T // 2).hidden(tokens, on_state=on_state, **note)
     sees = ~hides & torch.ones_like(hides).tril()
 
@@ -118,7 +113,7 @@ def late_attention(model, tokens, hides, by_layer, on_state):
         front = keys.shape[2] - T
         weights = scores.masked_fill(~F.pad(sees, (front, 0), value=True), -torch.inf).softmax(-1)
         late = weights[:, :, T // 2 :].mean(2)  # (B, H, front + T)
-        by_layer.append(F.pad(late, (1 - front, 0))[..., : len(positions)])
+        by_layer.append(F.pad(late, (1 - front, 0))[..., : T // 2 + 1])
         return attention.calibrate(weights.to(values) @ values, T)
 
     return model.hidden(tokens, on_state=on_state, on_heads=on_heads)
@@ -126,19 +121,18 @@ def late_attention(model, tokens, hides, by_layer, on_state):
 
 def draw_hidden(path, rows) -> None:
     """Draw where heads sink and what that costs: a line for each case, a pair of panels for each model."""
-    names = unique(rows, "checkpoint")
     question = "Can a sink be hidden? Who sees only itself becomes the sink. Forbid that, and the loss rises"
+    names = unique(rows, "checkpoint")
     figure, grid = new_figure(question, len(names), 2, width=5.4, height=2.8)
     for label, name, (where, cost) in zip(short_names(names), names, grid):
         cases = [row for row in rows if row["checkpoint"] == name and row["hidden"] < 4]
-        cases = [row for row in cases if not (row["constants"] and row["kind"] == "hidden")]
         shares = np.array([[row["constant"], *row["sink_rates"]] for row in cases])
         where.imshow(shares, cmap="cividis", vmin=0, vmax=0.6, aspect="auto")
         for (y, x), share in np.ndenumerate(shares):
             text = "hidden" if 1 <= x <= cases[y]["hidden"] else f"{100 * share:.0f}"
-            colour = "black" if share > 0.35 else "white"
-            if x or cases[y]["constants"]:
-                where.text(x, y, text, ha="center", va="center", fontsize=8, color=colour)
+            where.text(
+                x, y, text, ha="center", va="center", color="black" if share > 0.35 else "white", size=8
+            )
         where.set_xticks(range(1 + SHOWN), ["constant", *range(1, 1 + SHOWN)])
         where.set_yticks(range(len(cases)), map(words_of, cases))
         where.set(xlabel="position", title=f"{label}: % of heads that sink there")
@@ -151,9 +145,10 @@ def draw_hidden(path, rows) -> None:
 
 def words_of(row):
     """What is hidden in a case."""
-    words = ("nothing", "1", "1 and 2")[row["hidden"]] + " hidden"
-    words += ("", " from all but 2", " from all but 3 and 4")[row["hidden"] * row["kind"].endswith("next")]
-    return words + ", and a constant" * row["constants"]
+    but = ("", " from all but 2", " from all but 3 and 4")[row["hidden"] * row["kind"].endswith("next")]
+    return (
+        ("nothing", "1", "1 and 2")[row["hidden"]] + " hidden" + but + ", and a constant" * row["constants"]
+    )
 
 
 COMMANDS = {"": Command(hide, HideSettings())}
