@@ -9,8 +9,9 @@
 |---------------------------------------|-------------------------|----------------------------------|
 | embeddings, head, q, k, v, gate, up   | N(0, 0.02^2)            | N(0, 0.02^2)                     |
 | attention output, MLP down (L layers) | N(0, (0.02/sqrt(2L))^2) | N(0, 0.02^2)                     |
-| norm gains; biases                    | 1; 0                    | 1; 0                             |
-| an explicit sink's key; its value     | N(0, 0.02^2); 0         | N(0, 0.02^2); 0                  |
+| biases of linear maps                 | 0                       | 0                                |
+| a parameter that model.py makes NaN   | N(0, 0.02^2)            | N(0, 0.02^2)                     |
+| all others, as norm gains             | what model.py writes    | what model.py writes             |
 
 Scheme `centered` (ours) draws as `gpt2` does, then subtracts each row's mean from the MLP down projections.
 This cures GPT-2's preference: a mean output that all neurons share then adds nothing to the stream
@@ -25,12 +26,13 @@ same bits on any device and for any number of processes and threads.
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lib.random import keyed_generator
+from lib.random import keyed_generator, written_parameters
 from model import PRESETS, ModelConfig, Transformer
 
 SCHEMES = ("gpt2", "normal", "centered")
@@ -52,17 +54,15 @@ def residual_std(config: ModelConfig, scheme):
 
 
 def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, scheme="gpt2") -> Tensor:
-    """The initial value of the parameter `name`, float32 on the CPU; ValueError for an unknown scheme.
+    """The initial value of a drawn parameter or a bias, float32 on the CPU; ValueError for an unknown scheme.
 
     Embedding and head use `embedding_seed`, or `seed` if it is None. Models with the same embedding seed
     differ only in their blocks (BB B.2).
     """
     if scheme not in SCHEMES:
         raise ValueError(f"init scheme must be one of {', '.join(SCHEMES)}, not {scheme!r}")
-    if name.endswith(("bias", "sink_value")):
+    if name.endswith("bias"):
         return torch.zeros(shape)
-    if "norm" in name:
-        return torch.ones(shape)
     if name.startswith(("model.embed_tokens", "lm_head")):
         return draw_weight(seed if embedding_seed is None else embedding_seed, name, shape, STD)
     if not name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -73,17 +73,26 @@ def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, sch
     return weight
 
 
+def births(config: ModelConfig, seed, embedding_seed=None, scheme="gpt2"):
+    """By name, functions that return the initial value of each parameter."""
+    values = {}
+    for name, written in written_parameters(lambda: Transformer(config)):
+        draw = partial(birth_value, config, name, written.shape, seed, embedding_seed, scheme)
+        values[name] = draw if written.is_meta or written.isnan().all() else written.detach
+    return values
+
+
 def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype=torch.float32):
     """An untrained model, from a preset's name or a ModelConfig, in eval mode; its blocks are in `dtype`."""
     config = PRESETS[model] if isinstance(model, str) else model
+    values = births(config, seed, embedding_seed, scheme)
     with torch.device("meta"):
         built = Transformer(config)
     built = built.cast_blocks(dtype).to_empty(device=device).eval()
 
     def fill(named_parameter) -> None:
         name, parameter = named_parameter
-        value = birth_value(config, name, parameter.shape, seed, embedding_seed, scheme)
-        parameter.data.copy_(value)
+        parameter.data.copy_(values[name]())
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy releases the GIL
         list(pool.map(fill, built.named_parameters()))  # list() waits and raises errors

@@ -2,9 +2,9 @@
 
     x = embed(tokens);  L times: x += attention(norm(x)), x += mlp(norm(x));  logits = head(norm(x))  (BB 2.1)
 
-Parameter names and the half-split rotation are those of Hugging Face's LLaMA. `init.newborn` builds the
-model on the meta device, then initializes every parameter. lib/kernels.py computes the loss and, on a CPU,
-rotation and attention; tests compare it with the code here.
+Parameter names and the half-split rotation are those of Hugging Face's LLaMA. `init.newborn` draws matrices;
+other parameters begin as they are written here. lib/kernels.py computes the loss and, on a CPU, rotation and
+attention; tests compare it with the code here.
 
 The *stream* x is the residual stream. A *state* is x at one position, after the final norm unless a layer is
 named. Papers: BB is "Transformers Are Born Biased" (2602.05927), SO its sequel on sinks (2605.06611).
@@ -93,7 +93,7 @@ class RMSNorm(nn.Module):
     def __init__(self, width, eps):
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.full((width,), torch.nan))
+        self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -181,9 +181,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * Dh, d, bias=False)
         self.head_norm = RMSNorm(Dh, 1e-6) if config.attn_calibration == "headnorm" else None
         self.sink_key = self.sink_value = None
-        if config.explicit_sink:  # vectors, which have no weight decay
+        if config.explicit_sink:  # vectors, which have no weight decay; init.py draws the key
             self.sink_key = nn.Parameter(torch.full((config.kv_heads * Dh,), torch.nan))
-            self.sink_value = nn.Parameter(torch.full((config.kv_heads * Dh,), torch.nan))
+            self.sink_value = nn.Parameter(torch.zeros(config.kv_heads * Dh))
 
     def forward(self, x: Tensor, cos_sin, last_only=False, on_heads=None) -> Tensor:
         T = x.shape[1]
@@ -272,7 +272,7 @@ class Transformer(nn.Module):
         V, d = config.vocab_size, config.d_model
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = NORMS[config.norm](d, eps=config.norm_epsilon)
-        table = torch.full((V, d), torch.nan)  # nn.Embedding would draw weights, and import torch._dynamo
+        table = torch.empty(V, d)  # nn.Embedding would draw weights, and import torch._dynamo
         embedding = nn.Embedding.from_pretrained(table, freeze=False)
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)  # None: stays tied

@@ -18,7 +18,7 @@ from pathlib import Path
 import sentencepiece
 import torch
 
-from init import birth_value
+from init import births
 from lib.files import GIT_LFS, as_user_error, check_regular, read_json
 from lib.settings import UserError, from_values, rank
 from model import ModelConfig, Transformer
@@ -344,8 +344,9 @@ class Newborn(CheckpointReader):
 
     def __init__(self, config, seed, embedding_seed=None, scheme="gpt2"):
         tensors = {}
+        draws = births(config, seed, embedding_seed, scheme)
         for name, shape in parameter_shapes(config).items():
-            draw = partial(birth_value, config, name, shape, seed, embedding_seed, scheme)
+            draw = draws[name]
             tensors[name] = LazyTensor(shape, "F32", lambda part=(), draw=draw: draw()[part])
         super().__init__(None, tensors, config)
 

@@ -10,8 +10,8 @@ SCRIPTS = ["contraction", "init", "model", "probe", "seedprint", "sinks", "train
 # Floors from below: a file imports from floors below its own alone. On the last are files that may import
 # each other, without a circle.
 FLOORS = """
-lib.settings lib.random lib.kernels / lib.files lib.runtime / lib.results lib.figures / model / init
-/ sources.checkpoint / sources.tokenizers / sources.data sources.sampling / sources.inputs / sources.runs
+lib.settings lib.kernels / lib.files lib.runtime lib.random / lib.results lib.figures / model / init
+/ sources.checkpoint / sources.tokenizers / sources.data / sources.inputs / sources.runs sources.sampling
 / measure.theory measure.attention / measure.units / measure.figures
 / strangers.ranges strangers.parts / strangers.gguf / strangers.formats strangers.lens / strangers.check
 / strangers.loading strangers.hub / strangers.names
