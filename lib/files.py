@@ -5,11 +5,13 @@ import glob
 import json
 import os
 import shutil
+from pathlib import Path
 
 from safetensors import SafetensorError
 
 from lib.settings import UserError
 
+ROOT = Path(__file__).parent.parent  # of this project
 GIT_LFS = b"version https://git-lfs"  # how a pointer begins
 
 

@@ -1,7 +1,4 @@
-"""Save and print the result of an experiment.
-
-<out>/<name>.json holds `experiment`, `paper` (its source), `settings`, `environment`, `rows`, figures' data.
-"""
+"""Save and print the result of an experiment: <out>/<name>.json, and a table."""
 
 import dataclasses
 import functools
@@ -16,11 +13,10 @@ import numpy as np
 import torch
 from scipy.special import stdtrit  # scipy.stats takes a second to import
 
-from lib.files import atomic_file
+from lib.files import ROOT, atomic_file
 from lib.runtime import start, world_size
 from lib.settings import RunSettings, UserError, rank
 
-ROOT = Path(__file__).parent.parent
 HUB_COMMITS = {}  # the commit of each Hub name that this process read
 
 
@@ -72,8 +68,9 @@ def environment(device, dtype):
 
 @functools.cache
 def commit():
-    """HEAD's commit, plus "-dirty" if code has changed since; None outside a git checkout."""
-    command = 'git rev-parse HEAD && (git diff --quiet HEAD -- "*.py" || echo -dirty)'
+    """HEAD's commit, plus "-dirty" if code was changed or added since; None if git has no such file."""
+    tracked = "git ls-files --error-unmatch model.py >&2 && git rev-parse HEAD"
+    command = f'{tracked} && test -n "$(git status --porcelain -uall -- "*.py")" && echo -dirty'
     printed = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, text=True).stdout
     return "".join(printed.split()) or None
 
