@@ -4,6 +4,7 @@
     python train.py configs/laptop.py --source 'books/*.txt' --num-layers 4 --d-model 192     # text, size
     python train.py --resume --out runs/laptop                 # continues from its newest checkpoint
     python train.py sample runs/laptop --prompt "def "         # writes text with a checkpoint
+    python train.py eval runs/laptop --text book.txt           # its loss, over the whole of a text
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
 --resume continues from the newest checkpoint with the run's own settings; flags may change only those in
@@ -30,7 +31,7 @@ from lib.settings import Command, RunSettings, UserError, at_least, from_values,
 from measure.attention import sink_statistics
 from model import CHOICES, PRESETS
 from sources import data, runs
-from sources.sampling import SampleSettings, generate, sample
+from sources.sampling import EvalSettings, SampleSettings, evaluate, generate, sample
 
 SINK_WINDOWS = 100  # how many --track-sinks reads (Gu et al.: 100)
 
@@ -114,6 +115,7 @@ class Training:
             run.restore(self.optimizer, model, self.step)
         self.model = torch.compile(model) if settings.compile else model
         self.step_tokens = settings.global_batch_size * settings.sequence_length
+        say(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
 
     def go_on(self) -> None:
         """Train until --max-iters or a signal; evaluations come before saves."""
@@ -128,7 +130,7 @@ class Training:
                 rows[-1] |= self.evaluate()
             run.begin(settings, rows)
             if not run.has_begun():  # there is no step yet
-                self.save()
+                run.save(self.step, self.raw_model, self.optimizer, self.tokens, settings.keep)
             stopped = False
             while self.step < settings.max_iters and not stopped:
                 row, stopped = self.update(signals)
@@ -137,13 +139,20 @@ class Training:
                 run.append(row)
                 if self.step % settings.log_every == 0:
                     self.tell(row)
-                is_kept = settings.keep != "last" and self.step & (self.step - 1) == 0  # a power of two
-                is_last = stopped or self.step == settings.max_iters
-                if is_last or is_kept or self.step % settings.save_every == 0:
-                    self.save()
+                is_best = "val_loss" in row and run.best().get("step") == self.step
+                is_kept = settings.keep != "last" and (is_best or self.step & (self.step - 1) == 0)
+                if (
+                    stopped
+                    or is_kept
+                    or self.step == settings.max_iters
+                    or self.step % settings.save_every == 0
+                ):
+                    run.save(self.step, self.raw_model, self.optimizer, self.tokens, settings.keep)
                 if "val_loss" in row:
                     run.draw_loss()
         run.draw_loss()
+        if best := run.best():
+            say(f"lowest held-out loss: {best['val_loss']:.4f}, of step {best['step']}")
         hint = "--resume continues, and a larger --max-iters stretches the schedule"
         say(f"{run.folder} is at step {self.step} of {settings.max_iters}; {hint}")
         runtime.gathered()  # ranks end together
@@ -214,9 +223,6 @@ class Training:
                 rows.append({"sequence_length": T, "bos_first": bos_first} | kept)
         return rows
 
-    def save(self) -> None:
-        self.run.save(self.step, self.raw_model, self.optimizer, self.tokens, self.settings.keep)
-
     def tell(self, row) -> None:
         speed = row["tokens_per_second"]
         last = self.settings.max_iters
@@ -255,11 +261,12 @@ def mean_loss(model, inputs, targets, batch_size, device, dtype):
 
 
 def make_optimizer(model, settings: Settings):
-    """AdamW with weight decay on matrices only."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    """AdamW of what is not frozen, with weight decay on matrices only."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    matrices = [parameter for parameter in trained if parameter.ndim > 1]
+    others = [parameter for parameter in trained if parameter.ndim < 2]
     decayed = {"params": matrices, "weight_decay": settings.weight_decay}
-    undecayed = {"params": vectors, "weight_decay": 0.0}
+    undecayed = {"params": others, "weight_decay": 0.0}
     return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
 
 
@@ -271,6 +278,7 @@ def resumed(settings: Settings):
 COMMANDS = {
     "": Command(train, Settings(), resumed),
     "sample": Command(sample, SampleSettings()),
+    "eval": Command(evaluate, EvalSettings()),
 }
 
 if __name__ == "__main__":

@@ -1,10 +1,4 @@
-"""Flags, config files and users' mistakes.
-
-A script describes its settings once, in a dataclass. tyro makes the flags and `--help` from it:
-
-    python train.py configs/laptop.py --seed 7      # the file's values first, then the flags
-    python sinks.py --model runs/laptop             # the default subcommand, `rate`
-"""
+"""Flags, config files and users' mistakes: tyro makes flags and `--help` from a script's dataclass."""
 
 import dataclasses
 import difflib
@@ -21,6 +15,10 @@ import msgspec
 import torch.distributed as dist
 import tyro
 
+NANOGPT = {"block_size": "sequence_length", "batch_size": "global_batch_size or micro_batch_size"}  # and ours
+NANOGPT |= {"n_layer": "num_layers", "n_head": "num_heads", "n_embd": "d_model", "lr": "learning_rate"}
+NANOGPT |= {"dataset": "source or data", "out_dir": "out", "eval_interval": "eval_every"}
+NANOGPT |= {"eval_iters": "eval_sequences", "log_interval": "log_every", "max_new_tokens": "tokens"}
 Names = Annotated[  # of models, without a flag
     tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL ...", help_behavior_hint="")
 ]
@@ -66,7 +64,7 @@ def closest(name, choices, cutoff=0.6):
 def check_choice(name, choices, what) -> None:
     """UserError, naming the closest choice or all of them, if a name is not one of the choices."""
     if name not in choices:
-        meant = closest(name, choices)
+        meant = NANOGPT.get(name) or closest(name, choices)
         hint = f"did you mean {meant}?" if meant else f"choose from {', '.join(choices)}"
         raise UserError(f"unknown {what} {name!r}: {hint}")
 
@@ -110,11 +108,17 @@ def read_config(defaults, words):
 
 def read_flags(defaults, words, document, name=""):
     """Settings from `defaults`, overridden by flags."""
+    for word in words:
+        key, _, value = word.removeprefix("--").replace("-", "_").partition("=")
+        if word.startswith("--") and key in NANOGPT:
+            check_choice(key, vars(defaults), "flag")
+        if value in ("True", "False") and isinstance(getattr(defaults, key, None), bool):
+            raise UserError(f"{word}: expected --{key} or --no-{key}".replace("_", "-"))
     settings = tyro.cli(
         type(defaults),
         args=words,
         default=defaults,
-        prog=f"{Path(sys.argv[0]).name} {name}".strip(),
+        prog=f"{sys.argv[0]} {name}".strip(),
         description=inspect.cleandoc(document),
         console_outputs=rank() == 0,
     )
@@ -145,9 +149,16 @@ def from_values(kind, values, place):
     for name in values:
         check_choice(name, fields, f"setting in {place}:")
     try:
-        return msgspec.convert(values, kind)
+        return msgspec.convert({name: at_home(name, value) for name, value in values.items()}, kind)
     except msgspec.ValidationError as error:
         raise UserError(f"{place}: {error}") from None
+
+
+def at_home(name, value):
+    """A setting's value, with ~/ as the user's folder in what may be a path."""
+    if isinstance(value, list | tuple):
+        return [at_home(name, each) for each in value]
+    return os.path.expanduser(value) if isinstance(value, str) and name != "prompt" else value
 
 
 def rank():
@@ -164,7 +175,8 @@ def say(text) -> None:
 def run_script(commands, document) -> None:
     """Run the command line. Exit status: 0; 2 with one line for a user's mistake; 1 for anything else."""
     script = Path(sys.argv[0]).name
-    sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # also into a pipe
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+        sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")  # also into a pipe
     try:
         function, *arguments = read_command(commands, sys.argv[1:], document)
         say(f"{script}: {function.__doc__.splitlines()[0]}")

@@ -24,6 +24,7 @@ from model import PRESETS, ModelConfig, Transformer
 
 WEIGHTS = "model.safetensors"
 TOKENIZERS = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
+NANOGPT = "ckpt.pt"  # its file of a run
 OURS = "bornbiased"  # marks a config.json written here; the model_type of models that only model.py runs
 KEYS = {  # of config.json: our name, and Hugging Face's
     "vocab_size": "vocab_size",
@@ -74,12 +75,15 @@ class Spec:
             return None
         return next((self.folder / name for name in TOKENIZERS if isfile(self.folder / name)), None)
 
+    @property
+    def run(self):
+        """The settings of the run that saved it; {} if there are none."""
+        settings = self.folder and self.folder.parent / "settings.json"
+        return read_json(settings) if self.is_ours and settings and exists(settings) else {}
+
     def begins_with_bos(self, tokenizer):
         """Whether the model was trained with BOS in front: its run's settings say so."""
-        if self.folder is None:
-            return False
-        settings = self.folder.parent / "settings.json"
-        return exists(settings) and bool(read_json(settings).get("bos_first"))
+        return bool(self.run.get("bos_first"))
 
     def load(self, device="cpu", dtype=torch.float32):
         """The Transformer in eval mode, its blocks in `dtype`; a stranger's is a strangers.lens.Lens."""
@@ -136,6 +140,9 @@ def parse_spec(text, scheme="gpt2", in_parts=False):
         config = place / "config.json"
         if isfile(place / WEIGHTS) and isfile(config) and is_ours(read_json(config)):
             return Spec(text, place)
+    if not in_parts and (path.name == NANOGPT or isfile(path / NANOGPT) and not exists(path / "config.json")):
+        hint = "save it as a GPT-2 of transformers; `seedprint.py compare` reads its weights as they are"
+        raise UserError(f"{text}: nanoGPT's {NANOGPT} has no config.json: {hint}")
     return stranger(text, in_parts)
 
 
@@ -184,7 +191,8 @@ def check_lengths(lengths, context, flag="--sequence-length") -> None:
     """UserError for a length that does not fit the models' context."""
     for length in lengths:
         if not 1 <= length <= context:
-            raise UserError(f"{flag} {length}: expected 1 to {context}, the model's context or window")
+            limit = f"1 to {context}, the model's context or window"
+            raise UserError(f"{flag} {length}: expected {limit} (context_length in model.py's PRESETS)")
 
 
 def save(folder, model, tokenizer=None) -> None:

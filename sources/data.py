@@ -1,8 +1,6 @@
 """Turn text into tokens, and a step number into a batch.
 
     python -m sources.data                                      # this Python's own source, a BPE of 4,096
-        data/python-bpe_4096: 31,525,327 bytes in 1,762 documents, 15 of them held out
-        15,751,527 training and 98,789 validation tokens of 4,096
     python -m sources.data docstrings --tokenizer data/python-bpe_4096/tokenizer.model
     python -m sources.data 'books/*.txt' more.jsonl --tokenizer tiktoken:gpt2 --out data/books
 
@@ -36,7 +34,7 @@ import numpy as np
 import torch
 from tyro.conf import Positional
 
-from lib.files import atomic_folder, check_regular, read_json
+from lib.files import ROOT, atomic_folder, check_regular, read_json
 from lib.random import keyed_generator
 from lib.runtime import gathered, progress
 from lib.settings import Command, UserError, from_values, rank, run_script, say
@@ -45,6 +43,7 @@ from sources.tokenizers import load_tokenizer
 PAGE = 2**16  # characters; longer documents are read in pieces, cut at line ends
 TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".jsonl")  # endings of text
 TEXT += (".py", ".c", ".h", ".cc", ".cpp", ".hpp", ".js", ".ts", ".java", ".go", ".rs", ".sh")
+TABLES = (".jsonl.gz", ".parquet", ".csv")  # endings of what `datasets` converts
 NAMES = ("python", "docstrings", "packages", "backcopy")  # sources that are not files
 TRIGGERS = "teo"  # letters of `backcopy` after which the letter before them is repeated
 PACKAGES = ("torch", "scipy", "sympy", "networkx", "matplotlib", "numpy")  # of the source `packages`
@@ -66,8 +65,11 @@ def places_of(source):
     for name in source:
         found = [name] if name in NAMES else text_files(name)
         if not found:
-            expected = f"{', '.join(TEXT)}, folders or globs of these, {', '.join(NAMES)}"
-            raise UserError(f"no text in '{name}': expected {expected}")
+            expected = f"expected {', '.join(TEXT)}, folders or globs of these, {', '.join(NAMES)}"
+            if any(str(file).endswith(TABLES) for file in Path(name).rglob("*")):
+                code = f"load_dataset({name!r}, split='train').to_json('text.jsonl')"
+                expected = f'convert its "text": python -c "from datasets import load_dataset; {code}"'
+            raise UserError(f"no text in '{name}': {expected}")
         named += found
     places = {}
     for place in named:
@@ -204,14 +206,18 @@ def open_data(settings, is_new):
     if is_new and settings.data is None and tokens.meta.files != stamps_of(settings.source):
         ways = f"remove it to prepare it anew, or read it as it is with --data {folder}"
         raise UserError(f"{folder} was made before its source, {' '.join(settings.source)}, changed: {ways}")
-    for split in ("train", "val"):
-        tokens.num_windows(split, settings.sequence_length)  # UserError if there is none
+    count, held_out = [tokens.num_windows(split, settings.sequence_length) for split in ("train", "val")]
+    epochs = settings.max_iters * settings.global_batch_size / count
     say(f"{folder}: {tokens.meta.tokens['train']:,} training tokens, {tokens.meta.fingerprint[:12]}")
+    say(f"{settings.max_iters:,} steps are {epochs:.3g} epochs")
+    if held_out < settings.eval_sequences:
+        say(f"an evaluation reads {held_out} sequences, not {settings.eval_sequences}: no more are held out")
     return tokens
 
 
 def prepare(settings: Settings):
     """Tokenize a source into a folder, which appears complete or not at all, and print its size."""
+    settings = from_values(Settings, vars(settings), "settings")
     out = Path(settings.out or default_folder(settings.source, settings.tokenizer))
     if out.exists():
         raise UserError(f"{out} exists: choose another --out, or remove it")
@@ -313,7 +319,8 @@ class TokenData:
         self.folder = Path(folder)
         path = self.folder / "meta.json"
         if not path.exists():
-            raise UserError(f"no data set in {folder}: try python -m sources.data SOURCE --out {folder}")
+            made = f"in {ROOT}, python -m sources.data SOURCE --out {self.folder.absolute()} makes one"
+            raise UserError(f"no data set in {folder}: {made}")
         self.meta = from_values(Meta, read_json(path), f"{path}, to be prepared anew")
         self.vocab_size = self.meta.vocab_size
         self.tokens = {}  # of each split, memory-mapped

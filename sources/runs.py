@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import json
 import signal
+import threading
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from model import PRESETS
 from sources import checkpoint
 from sources.inputs import check_tokenizer
 
-MOMENTS = ("exp_avg", "exp_avg_sq")  # AdamW's, and their suffixes in a file
 OPTIMIZER = "optimizer.safetensors"  # of a step that can be resumed; its metadata name the data set
 SIZES = ("num_layers", "num_heads", "d_model", "d_ff")  # of a preset; settings may change them
 OF_BIRTH = {"model", "seed", "embedding_seed", "init", *SIZES}  # settings that --init-from takes the place of
@@ -95,19 +95,25 @@ class Run:
             return
         with atomic_folder(self.step_folder(step)) as new:
             checkpoint.write(new, model, tokens.tokenizer)
-            moments = {}  # none before the first step
+            state = {}  # none before the first step, nor of a parameter that is frozen or not used
             for name, parameter in model.named_parameters():
-                for moment in MOMENTS if step > 0 else ():
-                    moments[f"{name}.{moment}"] = optimizer.state[parameter][moment]
-            save_file(moments, new / OPTIMIZER, {"data": tokens.meta.fingerprint})
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    state[f"{name}.{key}"] = value
+            save_file(state, new / OPTIMIZER, {"data": tokens.meta.fingerprint})
         self.prune(keep)
+
+    def best(self):
+        """The row with the lowest held-out loss; {} if there is none."""
+        rows = [row for row in read_rows(self.log) if "val_loss" in row]
+        return min(rows, key=lambda row: row["val_loss"], default={})
 
     def prune(self, keep) -> None:
         """Of checkpoints before the newest two, keep the weights or nothing."""
+        best = self.best().get("step")
         for folder in checkpoint.steps(self.folder)[:-2]:
             step = int(folder.name.removeprefix("step_"))
             is_power = step & (step - 1) == 0  # of two, or 0
-            if keep == "all" or step == 0 or (keep == "powers" and is_power):
+            if keep == "all" or step == 0 or (keep == "powers" and (is_power or step == best)):
                 remove(folder / OPTIMIZER)
             else:
                 remove(folder)
@@ -123,14 +129,15 @@ class Run:
         return checkpoint.parse_spec(str(folder)).load_own(), int(folder.name.removeprefix("step_"))
 
     def restore(self, optimizer, model, step) -> None:
-        """Load a step's moments of a model's parameters into a fresh AdamW."""
+        """Load a step's state of a model's parameters into a fresh optimizer."""
         path = self.step_folder(step) / OPTIMIZER
-        with as_user_error(path), safe_open(path, "pt") as moments:
-            for name, parameter in model.named_parameters():
-                values = {"step": torch.tensor(float(step), device=parameter.device)}
-                for moment in MOMENTS:
-                    values[moment] = moments.get_tensor(f"{name}.{moment}").to(parameter, copy=True)
-                optimizer.state[parameter] = values
+        parameters = dict(model.named_parameters())
+        with as_user_error(path), safe_open(path, "pt") as state:
+            for key in state.keys():
+                name, _, part = key.rpartition(".")
+                values = optimizer.state[parameters[name]]
+                values.setdefault("step", torch.tensor(float(step), device=parameters[name].device))
+                values[part] = state.get_tensor(key).to(parameters[name].device, copy=True)
 
     def draw_loss(self) -> None:
         """Draw loss.png from the log."""
@@ -158,7 +165,8 @@ def check_agreement(facts) -> None:
 def listening_for_signals():
     """A context whose list collects SIGTERM, SIGINT and SIGUSR1, which then do not end the process."""
     received = []
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    is_main = threading.current_thread() is threading.main_thread()  # no other thread may listen
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1) if is_main else ()
     before = [signal.signal(number, lambda number, frame: received.append(number)) for number in numbers]
     try:
         yield received

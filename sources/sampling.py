@@ -1,4 +1,4 @@
-"""Write text with a model: draw one token after another."""
+"""Use a model: write text with it, one token after another, or take its loss."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -9,6 +9,8 @@ from tyro.conf import Positional
 from lib import runtime
 from lib.settings import UserError, at_least
 from sources import checkpoint
+from sources.data import TokenData, default_folder
+from sources.inputs import check_tokenizer, encode
 from sources.tokenizers import load_tokenizer
 
 
@@ -45,13 +47,62 @@ def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, 
     return tokenizer.decode(tokens[0, 1 + len(prompt_tokens) :].tolist())
 
 
+def tokenizer_of(spec):
+    """The Tokenizer of a model; UserError if there is none."""
+    if spec.tokenizer_file is None:
+        raise UserError(f"{spec.label} has no tokenizer that we can read")
+    return load_tokenizer(str(spec.tokenizer_file))
+
+
 def sample(settings: SampleSettings) -> None:
     """Continue a prompt with a checkpoint."""
     spec = checkpoint.parse_spec(settings.model)
+    tokenizer = tokenizer_of(spec)
     model = spec.load(runtime.choose_device(settings.device))
-    if spec.tokenizer_file is None:
-        raise UserError(f"{spec.label} has no tokenizer that we can read")
-    tokenizer = load_tokenizer(str(spec.tokenizer_file))
     generator = torch.Generator().manual_seed(settings.seed)
     options = (settings.prompt, settings.tokens, settings.temperature, settings.top_k)
     print(settings.prompt + generate(model, tokenizer, generator, *options))
+
+
+@dataclass
+class EvalSettings:
+    """The settings of `train.py eval`."""
+
+    model: Positional[str] = "runs/default"  # a run, a folder, a .gguf file, smollm2, or a name of the Hub
+    text: str | None = None  # text file, or the beginning of a source of sources.data, as one document
+    data: str | None = None  # data set whose held-out split is read; None: the text, or the run's data set
+    sequence_length: at_least(1) | None = None  # tokens of a window; None: as the run, or the whole context
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # where to compute; auto: cuda, then cpu
+
+
+@torch.no_grad()
+def evaluate(settings: EvalSettings):
+    """Print and return the mean loss of a model over all windows of a text, or of held-out data."""
+    spec = checkpoint.parse_spec(settings.model)
+    tokenizer, run, context = tokenizer_of(spec), spec.run, spec.config.context_length
+    T = settings.sequence_length or run.get("sequence_length") or min(1024, context)
+    checkpoint.check_lengths((T,), context)
+    place = settings.data or run.get("data") or (run and default_folder(run["source"], run["tokenizer"]))
+    if settings.text:
+        place = settings.text
+        tokens = encode(place, str(spec.tokenizer_file))
+        if tokenizer.bos is not None:
+            tokens = torch.cat((tokens.new_tensor([tokenizer.bos]), tokens))
+    elif place:
+        data = TokenData(place)
+        check_tokenizer(spec, data)
+        tokens = torch.from_numpy(data.tokens["val"].astype("int64"))
+    else:
+        raise UserError(f"{spec.label} is no run with a data set: name a --text or --data")
+    if len(tokens) <= T:
+        raise UserError(f"{place} has {len(tokens)} tokens, not {T + 1}: shorten --sequence-length")
+    windows = tokens.unfold(0, T + 1, T).clone()  # (n, T + 1), as in training
+    if run.get("bos_first"):
+        windows[:, 0] = tokenizer.bos
+    model = spec.load(runtime.choose_device(settings.device))
+    loss = 0.0
+    for part in windows.to(model.device).split(runtime.default_batch_size(model.device, T)):
+        states = model.hidden(part[:, :-1]).flatten(0, 1)
+        loss += model.summed_loss(states, part[:, 1:].flatten()).item() / (len(windows) * T)
+    print(f"{spec.label} on {place}: {loss:.6f} nats/token over all {len(windows):,} windows of {T} tokens")
+    return {"loss": loss, "windows": len(windows)}
