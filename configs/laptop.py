@@ -1,4 +1,5 @@
 # A LLaMA of 6 layers x 256 on this Python's own source: writes almost-Python after minutes.
+# Held-out loss of seeds 42 and 43: step 25 3.88, 3.86; step 50 3.58, 3.75; step 150 of seed 42 2.89.
 out = "runs/laptop"
 model = "tiny_llama"
 sequence_length = 256

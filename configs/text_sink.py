@@ -1,6 +1,7 @@
 # Sinks on text, on one core in a quarter of an hour: a LLaMA of 0.8M parameters in its blocks, with what
 # favours sinks: wide heads, BOS first in every sequence, strong weight decay (Gu et al. 2024;
 # docs/sinks_in_training.md).
+# Held-out loss of seeds 42 and 43: step 128 3.55, 3.58; step 512 2.70, 2.72; step 2048 2.13, 2.14.
 out = "runs/text_sink"
 model = "text_sink"
 source = ("packages",)

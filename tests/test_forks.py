@@ -1,0 +1,422 @@
+"""What people who fork it meet in their first hour: parameters, places, exports, numbers, messages."""
+
+import gzip
+import json
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import kill_training
+import pytest
+import tokenizers
+import torch
+import torch.nn.functional as F
+import transformers
+from conftest import KINDS, ROOT, TEXTS, assert_refused, run_here
+from tokenizers import decoders, models, pre_tokenizers
+from torch import nn
+
+import init
+import model
+import train
+from lib import results
+from lib.settings import UserError
+from sources import checkpoint, data, runs, sampling
+from sources.tokenizers import load_tokenizer
+from strangers.formats import open_spec
+
+pytestmark = pytest.mark.usefixtures("quick_training")
+SMALL = kill_training.SMALL | {"max_iters": 4, "save_every": 2, "eval_every": 2}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory):
+    """A small prepared data set, of bytes."""
+    return kill_training.prepare(tmp_path_factory.mktemp("data"))
+
+
+def trained(tokens, out, **changes) -> Path:
+    """The folder of a small run."""
+    return train.train(train.Settings(**{**SMALL, "data": str(tokens), "out": str(out), **changes}))
+
+
+def rows_of(run):
+    return list(runs.read_rows(run / "metrics.jsonl"))
+
+
+# ---- parameters --------------------------------------------------------------------------------------------
+
+
+class DyT(nn.Module):
+    """tanh(alpha x) weight, and parameters of every other kind (Zhu et al. 2025)."""
+
+    def __init__(self, width, eps):
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor(0.5))
+        self.weight = nn.Parameter(torch.ones(width))
+        self.layer_scale = nn.Parameter(torch.full((width,), 1e-4))
+        self.frozen = nn.Parameter(torch.full((width, 2), 3.0), requires_grad=False)
+        self.unused = nn.Parameter(torch.zeros(width))
+        self.drawn_here = nn.Parameter(torch.full((width,), torch.nan))
+
+    def forward(self, x):
+        return torch.tanh(self.alpha * x) * self.weight + self.layer_scale * x + 0 * self.drawn_here
+
+
+@pytest.fixture
+def dyt(monkeypatch):
+    """The norm of all models of one preset."""
+    monkeypatch.setitem(model.NORMS, "rmsnorm", DyT)
+
+
+def test_constants_stay_as_their_constructors_write_them(dyt):
+    born = init.newborn("backcopy", 5)
+    norm = born.model.layers[0].input_layernorm
+    assert (norm.alpha.item(), norm.alpha.ndim, norm.frozen.requires_grad) == (0.5, 0, False)
+    assert (norm.weight == 1).all() and (norm.layer_scale == 1e-4).all() and (norm.frozen == 3).all()
+    assert 0.01 < norm.drawn_here.std() < 0.03 and norm.drawn_here.isfinite().all()
+    lazy = open_spec(checkpoint.parse_spec("backcopy@5"))
+    for name, parameter in born.named_parameters():
+        assert torch.equal(lazy.read(name), parameter), name
+
+
+def test_matrices_and_biases_are_drawn_by_kind():
+    """Whatever a fork calls them; q's bits are those of before."""
+
+    class Gate(nn.Module):
+        def __init__(self, width, eps):
+            super().__init__()
+            self.norm_gate = nn.Linear(width, width)  # a name with "norm" in it was 1 everywhere
+
+        def forward(self, x):
+            return x * self.norm_gate(x)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(model.NORMS, "rmsnorm", Gate)
+        gate = init.newborn("backcopy", 5).model.layers[0].input_layernorm.norm_gate
+    assert gate.weight.std().item() == pytest.approx(0.02, rel=0.05) and (gate.bias == 0).all()
+
+
+def test_a_constructor_that_draws_is_refused_by_name(monkeypatch):
+    class Drawn(DyT):
+        def __init__(self, width, eps):
+            super().__init__(width, eps)
+            self.alpha = nn.Parameter(torch.rand(()))
+
+    monkeypatch.setitem(model.NORMS, "rmsnorm", Drawn)
+    state = torch.get_rng_state()
+    with pytest.raises(UserError, match=r"model.layers.0.input_layernorm.alpha: .* draws it"):
+        init.newborn("backcopy", 5)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_frozen_unused_and_scalar_parameters_train_save_and_resume(dyt, tokens, tmp_path):
+    """The optimizer decays matrices, trains all else that wants it, and resumed ends with the same bits."""
+    run = trained(tokens, tmp_path / "whole")
+    norm = checkpoint.load(run).model.layers[0].input_layernorm
+    assert norm.alpha != 0.5 and (norm.frozen == 3).all() and (norm.unused == 0).all()
+    built = init.newborn("backcopy", 5)
+    decayed, others = train.make_optimizer(built, train.Settings()).param_groups
+    assert decayed["weight_decay"] == 0.1 and all(p.ndim == 2 and p.requires_grad for p in decayed["params"])
+    assert others["weight_decay"] == 0 and any(p is built.model.norm.alpha for p in others["params"])
+    trained(tokens, tmp_path / "cut", max_iters=2, warmup_iters=2, learning_rate=1e-3)
+    cut = trained(tokens, tmp_path / "cut", resume=True, max_iters=4, warmup_iters=2)
+    shutil.rmtree(tmp_path / "whole")
+    monkey = trained(tokens, tmp_path / "whole", max_iters=4, warmup_iters=2)
+    # The schedule of the first two steps is the warm-up, which --max-iters does not change.
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        last = "step_0000004"
+        assert (cut / last / name).read_bytes() == (monkey / last / name).read_bytes(), name
+
+
+# ---- train.py sample and eval ------------------------------------------------------------------------------
+
+
+def byte_level(folder):
+    """Write a tokenizer of bytes, token 0 <|endoftext|>."""
+    coder = tokenizers.Tokenizer(models.BPE())
+    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    coder.decoder = decoders.ByteLevel()
+    coder.add_special_tokens(["<|endoftext|>"])
+    coder.add_tokens(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    coder.save(str(folder / "tokenizer.json"))
+
+
+SIZES = {"vocab_size": 257, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
+SIZES |= {"hidden_size": 32, "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.3}
+STRANGERS = {
+    "gpt2": transformers.GPT2Config(**SIZES),
+    "qwen2": transformers.Qwen2Config(**SIZES, intermediate_size=48, num_key_value_heads=2),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_sample_and_eval_of_a_strangers_folder(kind, tmp_path):
+    """Greedy, beside `generate` of transformers; the loss beside its own, over all windows."""
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(STRANGERS[kind]).eval()
+    theirs.save_pretrained(tmp_path)
+    byte_level(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    prompt = torch.tensor([[0, *tokenizer.encode(["def f"])[0]]])
+    written = theirs.generate(prompt, max_new_tokens=40, do_sample=False)[0, prompt.shape[1] :].tolist()
+    text = "def f" + tokenizer.decode(written[: written.index(0)] if 0 in written else written)
+    words = ("--prompt", "def f", "--tokens", 40, "--temperature", 0, "--device", "cpu")
+    sampled = run_here("train.py", "sample", tmp_path, *words)
+    assert sampled.stdout.split("\n", 1)[1] == text + "\n", sampled.stderr
+    (tmp_path / "text.txt").write_text("".join(TEXTS[:20]))
+    found = sampling.evaluate(
+        sampling.EvalSettings(str(tmp_path), text=str(tmp_path / "text.txt"), sequence_length=48)
+    )
+    stream = torch.tensor([0, *tokenizer.encode(["".join(TEXTS[:20])])[0]])
+    losses = []
+    for start in range(0, len(stream) - 48, 48):
+        window = stream[None, start : start + 49]
+        with torch.no_grad():
+            losses.append(F.cross_entropy(theirs(window[:, :-1]).logits[0].double(), window[0, 1:]).item())
+    assert found["windows"] == len(losses)
+    assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+
+
+@pytest.mark.parametrize("bos_first", [False, True])
+def test_eval_of_a_run_reads_all_held_out_windows(bos_first, tokens, tmp_path):
+    run = trained(tokens, tmp_path / "run", bos_first=bos_first)
+    done = run_here("train.py", "eval", run)
+    windows, targets = data.TokenData(tokens, bos_first).held_out(10**9, 16)
+    with torch.no_grad():
+        logits = checkpoint.load(run)(windows).double()
+    loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+    assert f"all {len(windows):,} windows of 16 tokens" in done.stdout, done.stderr
+    assert float(done.stdout.split(" nats")[0].split()[-1]) == pytest.approx(loss, abs=1e-6)
+    assert sampling.evaluate(sampling.EvalSettings(str(run), data=str(tokens)))["loss"] == pytest.approx(
+        loss, abs=1e-6
+    )
+    assert_refused(run_here("train.py", "eval", "backcopy@1"), "no tokenizer")
+
+
+# ---- numbers that people ask for ---------------------------------------------------------------------------
+
+
+def test_parameters_epochs_and_windows_are_told(tokens, tmp_path, capsys):
+    trained(tokens, tmp_path / "run", eval_sequences=5000, max_iters=4)
+    printed = capsys.readouterr().out
+    count = sum(p.numel() for p in checkpoint.load(tmp_path / "run").parameters())
+    text = data.TokenData(tokens)
+    epochs = 4 * 4 / text.num_windows("train", 16)
+    assert f"{count:,} parameters" in printed
+    assert f"4 steps are {epochs:.3g} epochs" in printed
+    assert f"an evaluation reads {text.num_windows('val', 16)} sequences, not 5000" in printed
+
+
+def test_the_best_step_is_kept_and_told(tokens, tmp_path, monkeypatch, capsys):
+    """Of evaluations at steps 0, 3, 6, ... number 6 is the best, and no power of two."""
+    losses = iter([9.0, 5.0, 3.0, 4.0, 4.0, 4.0])
+    monkeypatch.setattr(train, "mean_loss", lambda *_: next(losses))
+    changes = {"max_iters": 15, "eval_every": 3, "save_every": 100, "warmup_iters": 2}
+    run = trained(tokens, tmp_path / "run", **changes)
+    kept = [int(folder.name[-7:]) for folder in checkpoint.steps(run)]
+    assert kept == [0, 1, 2, 4, 6, 8, 15]
+    assert "lowest held-out loss: 3.0000, of step 6" in capsys.readouterr().out
+
+
+# ---- where it is called from -------------------------------------------------------------------------------
+
+
+def test_a_stdout_that_is_no_file(tmp_path):
+    """As a notebook's `%run`: its stdout has `write` and `flush`, and nothing else."""
+    script = "import runpy, sys\n"
+    script += "class Out:\n    write = sys.__stdout__.write\n    flush = sys.__stdout__.flush\n"
+    script += f"sys.stdout = Out()\nsys.argv = ['contraction.py', 'layers', '--out', {str(tmp_path)!r}, "
+    script += "'--model', 'backcopy', '--seed', '1', '--sequence-length', '8', '--num-sequences', '2']\n"
+    script += "runpy.run_path('contraction.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "mean_cosine" in done.stdout, done.stderr
+
+
+def test_train_in_a_thread(tokens, tmp_path):
+    thread = threading.Thread(target=trained, args=(tokens, tmp_path / "run"))
+    thread.start()
+    thread.join()
+    assert checkpoint.steps(tmp_path / "run")[-1].name == "step_0000004"
+
+
+def test_home_in_a_config_file_and_after_an_equals_sign(tokens, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    lines = [f"{name} = {value!r}\n" for name, value in (SMALL | {"max_iters": 1}).items()]
+    (tmp_path / "config.py").write_text("".join(lines) + f"out = '~/a'\ndata = {str(tokens)!r}\n")
+    for words, out in (([], "a"), (["--out=~/b"], "b")):
+        done = run_here("train.py", tmp_path / "config.py", *words)
+        assert done.returncode == 0 and (tmp_path / out / "step_0000001").exists(), done.stderr
+    shutil.copytree(tokens, tmp_path / "set")
+    found = sampling.evaluate(sampling.EvalSettings("a", data="set"))
+    done = run_here("train.py", "eval", "a", "--data=~/set")
+    assert f"{found['loss']:.6f}" in done.stdout and not (tmp_path / "~").exists()
+
+
+def test_messages_from_another_folder_name_what_works_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = run_here("train.py", "--data", "none")
+    assert_refused(done, f"in {ROOT}, python -m sources.data SOURCE --out {tmp_path / 'none'}")
+    command = [sys.executable, ROOT / "train.py", "--stepz=3"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and "train.py --help" in done.stderr
+    words = done.stderr.replace("│", " ").replace("\n", " ").split()
+    named = words[words.index("--help") - 1]
+    assert (tmp_path / named).exists(), done.stderr  # what it says to run is there
+
+
+# ---- export ------------------------------------------------------------------------------------------------
+
+
+def test_no_blank_is_put_in_front_of_a_text(tmp_path):
+    """By converters and readers that go by tokenizer_config.json and not by tokenizer.json's rules."""
+    tokenizer = load_tokenizer("bpe:600", TEXTS)
+    tokenizer.save(tmp_path)
+    rules = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert rules["add_prefix_space"] is False
+    (tmp_path / "tokenizer.json").unlink()  # so that it is made of tokenizer.model
+    slow = transformers.LlamaTokenizer.from_pretrained(tmp_path)
+    for text in ["return the", *TEXTS[:20]]:
+        assert slow(text, add_special_tokens=False)["input_ids"] == tokenizer.encode([text])[0], text
+
+
+def test_tuning_keeps_a_chat_models_tokenizer_whole(tmp_path):
+    """From a folder to a data set to a step: chat template, pad and special tokens, and the same BOS."""
+    theirs, prepared, step = tmp_path / "theirs", tmp_path / "set", tmp_path / "step"
+    theirs.mkdir()
+    byte_level(theirs)
+    rules = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": "<|endoftext|>"}
+    rules |= {"pad_token": "!", "model_max_length": 77, "add_bos_token": False}
+    (theirs / "tokenizer_config.json").write_text(json.dumps(rules))
+    (theirs / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    (theirs / "special_tokens_map.json").write_text(json.dumps({"pad_token": "!"}))
+    (tmp_path / "text.txt").write_text("".join(TEXTS))
+    file = str(theirs / "tokenizer.json")
+    data.prepare(data.Settings(source=(str(tmp_path / "text.txt"),), tokenizer=file, out=str(prepared)))
+    checkpoint.save(step, init.newborn(KINDS["qwen2"], 1), data.TokenData(prepared).tokenizer)
+    for name in ("chat_template.jinja", "special_tokens_map.json", "tokenizer.json"):
+        assert (step / name).read_bytes() == (theirs / name).read_bytes()
+    saved = json.loads((step / "tokenizer_config.json").read_text())
+    assert saved.items() >= rules.items()
+    coder = transformers.AutoTokenizer.from_pretrained(step)
+    assert (coder.bos_token, coder.eos_token, coder.pad_token) == (None, "<|endoftext|>", "!")
+    assert coder.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi"
+    again = load_tokenizer(str(step / "tokenizer.json"))
+    assert (again.bos, again.eos, again.encode(TEXTS)) == (0, 0, load_tokenizer(file).encode(TEXTS))
+
+
+# ---- whose commit ------------------------------------------------------------------------------------------
+
+
+def test_whose_commit(tmp_path, monkeypatch):
+    """A copy inside another repository has none of it; code that git does not know of is dirty."""
+    monkeypatch.setattr(results, "ROOT", tmp_path / "copy")
+
+    def git(*words, cwd=tmp_path):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], cwd=cwd, check=True)
+
+    def commit():
+        return results.commit.__wrapped__() or ""
+
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "model.py").write_text("1\n")
+    assert commit() == ""
+    git("init", "-q")
+    (tmp_path / ".gitignore").write_text("copy\n")
+    git("add", ".gitignore")
+    git("commit", "-qm", "another's")
+    assert commit() == ""
+    git("init", "-q", cwd=copy)
+    git("add", "model.py", cwd=copy)
+    git("commit", "-qm", "ours", cwd=copy)
+    assert len(commit()) == 40
+    (copy / "notes.txt").write_text("no code")
+    assert len(commit()) == 40
+    (copy / "room").mkdir()
+    (copy / "room" / "new.py").write_text("2\n")
+    assert commit().endswith("-dirty")
+    (copy / "room" / "new.py").unlink()
+    (copy / "model.py").write_text("3\n")
+    assert commit().endswith("-dirty")
+
+
+# ---- messages ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words, expected",
+    [
+        (["--block_size=8"], "did you mean sequence_length?"),
+        (["--n_layer", "3"], "did you mean num_layers?"),
+        (["--batch_size=12"], "did you mean global_batch_size or micro_batch_size?"),
+        (["--n_head=2"], "did you mean num_heads?"),
+        (["--n_embd=64"], "did you mean d_model?"),
+        (["--lr=1e-3"], "did you mean learning_rate?"),
+        (["--dataset=books"], "did you mean source or data?"),
+        (["--out_dir=x"], "did you mean out?"),
+        (["--compile=False"], "--compile=False: expected --compile or --no-compile"),
+        (["--sequence-length", "4096"], "context_length in model.py's PRESETS"),
+        (["--init-from", "{nano}"], "nanoGPT's ckpt.pt"),
+        (["sample", "{nano}/ckpt.pt"], "nanoGPT's ckpt.pt"),
+        (["sample", "{nano}"], "nanoGPT's ckpt.pt"),
+        (["--source", "{tables}"], "load_dataset("),
+        (["--source", "{text}", "--tokenizer", "bpe:100"], "N is 277 at least"),
+        (["--source", "{text}", "--tokenizer", "bpe:0"], "N is 277 at least"),
+    ],
+    ids=str,
+)
+def test_mistakes_of_the_first_hour(words, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nano").mkdir()
+    torch.save(
+        {"model": {"transformer.wte.weight": torch.ones(3, 2)}, "iter_num": 1}, tmp_path / "nano/ckpt.pt"
+    )
+    (tmp_path / "tables").mkdir()
+    (tmp_path / "tables" / "a.parquet").touch()
+    (tmp_path / "text.txt").write_text("A document says a short thing.\n" * 18)
+    places = {"nano": "nano", "tables": "tables", "text": "text.txt"}
+    done = run_here("train.py", *[word.format(**places) for word in words])
+    assert_refused(done, expected)
+    assert "damaged" not in done.stderr
+
+
+def test_least_n_suffices():
+    assert load_tokenizer("bpe:277", ["A document says a short thing.\n"] * 18).vocab_size == 277
+
+
+def test_a_nanogpt_name_in_a_config_file(tmp_path):
+    (tmp_path / "config.py").write_text("block_size = 64\n")
+    assert_refused(run_here("train.py", tmp_path / "config.py"), "did you mean sequence_length?")
+
+
+def test_the_line_that_converts_tables_does(tmp_path, monkeypatch):
+    """Of .jsonl.gz, .csv and .parquet."""
+    pytest.importorskip("datasets")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    (tmp_path / "tables").mkdir()
+    with gzip.open("tables/a.jsonl.gz", "wt") as file:
+        file.write("".join(json.dumps({"text": text}) + "\n" for text in TEXTS[:9]))
+    refused = run_here("sources.data", "tables", "--tokenizer", "bytes")
+    assert_refused(refused, "convert")
+    line = refused.stderr.strip().split(": ")[-1].replace("python ", f"{sys.executable} ", 1)
+    subprocess.run(line, shell=True, check=True, capture_output=True)
+    assert [text for text, _ in data.pieces(data.places_of(["text.jsonl"]))] == TEXTS[:9]
+
+
+def test_a_text_that_a_tokenizer_has_no_token_for_is_no_damaged_file(tmp_path):
+    model = models.WordLevel({"a": 0, "b": 1}, unk_token="?")  # which it has not
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="cannot encode this text: .*UNK") as raised:
+        tokenizer.encode(["c"])
+    assert "damaged" not in str(raised.value)
+
+
+def test_a_source_that_is_no_list_is_refused_in_python_too(tmp_path):
+    with pytest.raises(UserError, match="settings: Expected `array`, got `str`"):
+        data.prepare(data.Settings(source="text.txt", out=str(tmp_path / "set")))
