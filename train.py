@@ -141,12 +141,8 @@ class Training:
                     self.tell(row)
                 is_best = "val_loss" in row and run.best().get("step") == self.step
                 is_kept = settings.keep != "last" and (is_best or self.step & (self.step - 1) == 0)
-                if (
-                    stopped
-                    or is_kept
-                    or self.step == settings.max_iters
-                    or self.step % settings.save_every == 0
-                ):
+                is_last = stopped or self.step == settings.max_iters
+                if is_last or is_kept or self.step % settings.save_every == 0:
                     run.save(self.step, self.raw_model, self.optimizer, self.tokens, settings.keep)
                 if "val_loss" in row:
                     run.draw_loss()
@@ -224,8 +220,7 @@ class Training:
         return rows
 
     def tell(self, row) -> None:
-        speed = row["tokens_per_second"]
-        last = self.settings.max_iters
+        speed, last = row["tokens_per_second"], self.settings.max_iters
         left = timedelta(seconds=round((last - self.step) * self.step_tokens / speed))
         say(f"step {self.step}/{last}  loss {row['loss']:.4f}  {speed:,.0f} tokens/s  {left} left")
 

@@ -1,4 +1,5 @@
 # A sink in minutes: two layers of one head learn bigrams, and to copy after triggers (Guo et al. 2024).
+# Held-out loss of seeds 42 and 43: step 50 2.15, 2.13; of seed 42 step 100 2.05, step 300 1.99.
 out = "runs/backcopy"
 model = "backcopy"
 source = ("backcopy",)

@@ -10,11 +10,13 @@ from pathlib import Path
 
 import kill_training
 import pytest
+import sentencepiece
 import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
 from conftest import KINDS, ROOT, TEXTS, assert_refused, run_here
+from test_gguf_tokenizers import load_converted, write
 from tokenizers import decoders, models, pre_tokenizers
 from torch import nn
 
@@ -281,6 +283,19 @@ def test_no_blank_is_put_in_front_of_a_text(tmp_path):
     slow = transformers.LlamaTokenizer.from_pretrained(tmp_path)
     for text in ["return the", *TEXTS[:20]]:
         assert slow(text, add_special_tokens=False)["input_ids"] == tokenizer.encode([text])[0], text
+
+
+def test_a_gguf_says_that_no_blank_is_put_in_front(tmp_path):
+    """Of a LLaMA, whose files have one unless they say so."""
+    tokenizer = load_tokenizer("bpe:600", TEXTS)
+    coder = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
+    numbers = list(range(coder.vocab_size()))
+    types = [6 if coder.is_byte(i) else 3 if coder.is_control(i) else 2 if i == 0 else 1 for i in numbers]
+    fields = {"tokens": coder.id_to_piece(numbers), "scores": coder.get_score(numbers), "token_type": types}
+    read = load_converted(write(tmp_path / "a.gguf", "llama", model="llama", **fields))
+    texts = ["return the", " return", *TEXTS[:50]]
+    assert read.encode(texts) == tokenizer.encode(texts)
+    assert [read.decode(tokens) for tokens in read.encode(texts)] == texts
 
 
 def test_tuning_keeps_a_chat_models_tokenizer_whole(tmp_path):
