@@ -1,24 +1,24 @@
 """Do the papers hold? Every table and figure of both, their number beside ours.
 
-    python -m reproduce                                    # 13 hours of one core; resumes
-    python -m reproduce --only layers mlp --out mine       # some of it
-    python -m reproduce --again probe                      # one result anew
+    python -m reproduce                          # what is missing: all of it takes ten hours of one core
+    python -m reproduce layers mlp --out mine    # these anew, whether they are there or not
 
-A command makes each result that is missing, after the runs of training that it reads.
+A command makes each result, after the runs of training that it reads.
 """
 
 import shlex
 import signal
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import tyro
 
 from lib import runtime
 from lib.files import atomic_file, read_json
 from lib.settings import Command, OutputSettings, UserError, run_script
 from reproduce.claims import CLAIMS
+from reproduce.runs import run
 
 LLAMA, QWEN = "runs/lineage/tiny_llama", "runs/lineage/tiny_qwen"
 SMALL, LARGE = [f"models/qwen2.5-coder-{size}b-instruct-q4_k_m.gguf" for size in (0.5, 1.5)]
@@ -35,7 +35,6 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "lengths/probe": f"probe.py --seed 42 43 --sequence-length 16 64 256 --num-sequences 500 {BFLOAT16}",
     "nano_llama/probe": f"probe.py --model nano_llama {BFLOAT16}",
     "gpt2_1b/probe": f"probe.py --model gpt2_1b --num-sequences 300 {BFLOAT16}",
-    "centered/probe": f"probe.py --seed 42 43 --init centered {BFLOAT16}",
     "layers": "contraction.py layers",
     "nano_llama/layers": "contraction.py layers --model nano_llama --seed 42 --num-sequences 300 "
     f"--sequence-length 64 {BFLOAT16}",
@@ -48,21 +47,17 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "predict": f"-m reproduce.mechanisms predict {BFLOAT16}",
     "cure": f"contraction.py cure {BFLOAT16}",
     "nano_llama/cure": f"contraction.py cure --model nano_llama --seed 42 43 {BFLOAT16}",
-    "width": "-m reproduce.mechanisms width",
-    "lineage": "-m reproduce.trainings lineage",
-    "calibrations": "-m reproduce.trainings calibrations",
+    "lineage": "-m reproduce.lineage tables runs/lineage",
     "text": "-m reproduce.text",
     "birth": "-m reproduce.text birth",
-    "perplexity": f"-m reproduce.trainings perplexity --text {WIKITEXT}",
     "compare": f"{COMPARE} tiny_llama@1000 {LLAMA}-1000 {LLAMA}-123 tiny_llama@123:1000",
     "disguised/compare": "seedprint.py compare tiny_llama@42 disguised tiny_llama@7",
     "matrix": f"seedprint.py matrix --neurons tiny_llama@1000 tiny_llama@123 {LLAMA}-1000 {LLAMA}-123",
     "identify": f"seedprint.py identify {LLAMA}-1000",
-    "outside/identify": f"seedprint.py identify {LLAMA}-1000 --seeds 2000 101999",
     "robustness": f"-m reproduce.robustness smollm2 {GEMMA} {SMALL} {LARGE}",
     "errors": "-m reproduce.errors",
-    "persistence": f"-m reproduce.persistence {LLAMA}-1000 --stranger {LLAMA}-123",
-    "qwen/persistence": f"-m reproduce.persistence {QWEN}-1000 --stranger {QWEN}-123",
+    "persistence": f"-m reproduce.lineage persistence {LLAMA}-1000 --stranger {LLAMA}-123",
+    "qwen/persistence": f"-m reproduce.lineage persistence {QWEN}-1000 --stranger {QWEN}-123",
     "backcopy/rate": "sinks.py rate --model runs/backcopy --text data/backcopy-bytes --bos always",
     "smollm2/rate": "sinks.py rate --model smollm2 --sequence-length 64 128 256",
     "smollm2/anatomy": "sinks.py anatomy --model smollm2",
@@ -90,63 +85,50 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     f"--text {WIKITEXT}",
     "models/transplant": FOUR_CASES,
     "models/wikitext/transplant": f"{FOUR_CASES} --text {WIKITEXT}",
-    "models/rounding": f"-m reproduce.uses rounding --model smollm2 {GEMMA} {SMALL}",
-    "models/streaming": f"-m reproduce.uses streaming --model smollm2 {GEMMA}",
     "bench": "-m reproduce.bench",
 }
-FIRST = {"disguised/compare": ("disguised", "-m reproduce.disguise tiny_llama@42")}  # what a result reads
+FIRST = {"disguised": "-m reproduce.disguise tiny_llama@42"}  # a folder that a result reads, and its command
 
 
 @dataclass
 class Settings(OutputSettings):
     """Which results are to be made."""
 
-    only: tuple[Literal[tuple(RESULTS)], ...] | None = None  # results to make; None: all
-    again: tuple[Literal[tuple(RESULTS)], ...] | None = None  # results to make anew, and no others
+    names: tyro.conf.Positional[tuple[Literal[tuple(RESULTS)], ...]] = ()  # made anew; none: what is missing
     out: str = "results"  # folder that receives them
 
 
 def reproduce(settings: Settings) -> None:
-    """Make what is missing, and write README.md; UserError if a command failed."""
+    """Make what is named, or else what is missing, and write README.md; UserError if a command failed."""
     runtime.start(settings)  # can we write there?
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    missing = [name for name in RESULTS if read_result(settings.out, name) is None]
     failed = []
     try:
-        for name in settings.again or settings.only or RESULTS:
-            if settings.again or read_result(settings.out, name) is None:
-                command = command_line(name, settings.out)
-                print(f"{name}: python {command}", flush=True)
-                if not (prepare(name) and run(shlex.split(command))):
-                    failed.append(name)
+        for name in settings.names or missing:
+            command = command_line(name, settings.out)
+            print(f"{name}: python {command}", flush=True)
+            words = shlex.split(command)
+            if not (prepare(words) and run(words)):
+                failed.append(name)
     finally:  # also where somebody interrupts
         write_report(settings.out)
     if failed:
         raise UserError(f"these commands failed: {', '.join(failed)}")
 
 
-def prepare(name):
-    """Make the runs or the disguised model that a result reads, if they are not there; did it end well?"""
-    runs = [word for word in shlex.split(RESULTS[name]) if word.startswith("runs/")]
-    if runs:
-        return run(["-m", "reproduce.trainings", "train", *runs])
-    folder, command = FIRST.get(name, (".", ""))
-    return Path(folder).exists() or run(shlex.split(command))
+def prepare(words):
+    """Make the runs or the disguised model that a command reads, if they are not there; did it end well?"""
+    runs = [word for word in words if word.startswith("runs/")]
+    lacking = [word for word in words if word in FIRST and not Path(word).exists()]
+    commands = [["-m", "reproduce.runs", *runs]] if runs else []
+    commands += [shlex.split(FIRST[word]) for word in lacking]
+    return all(run(command) for command in commands)
 
 
 def command_line(name, out):
     """The command of a result, as a user would type it after `python`."""
     return f"{RESULTS[name]} --out {shlex.quote(str(Path(out, name).parent))}"
-
-
-def run(words):
-    """Run `python WORDS` as a process of its own; did it end well?"""
-    process = subprocess.Popen([sys.executable, *words])
-    try:
-        return process.wait() == 0
-    except KeyboardInterrupt:
-        process.terminate()  # a training finishes its step, and saves
-        process.wait()
-        raise
 
 
 def read_result(out, name):

@@ -3,12 +3,11 @@
     python -m reproduce.bench                         # two to five minutes on 2 cores
     python -m reproduce.bench --device cuda --dtype bfloat16           # compiled, alone on a GPU
 
-`forward` computes the last final states of random sequences, `training` does a step of train.py. A
-transformers model of the same shape takes turns with ours (it has no GPT-2 with RoPE). Medians, in tokens/s.
+Both do steps of training on random sequences, in turns: ours as train.py does them, and a transformers model
+of the same shape (there is no GPT-2 with RoPE). Medians, in tokens/s.
 """
 
 import time
-from functools import partial
 from statistics import median
 
 import torch
@@ -22,71 +21,55 @@ from lib.settings import Command, RunSettings, run_script
 from model import PRESETS, ModelConfig
 from sources.checkpoint import config_json
 
-CASES = (  # work, preset, sequences in a batch, tokens in a sequence
-    ("forward", "nano_llama", 32, 64),
-    ("forward", "nano_llama", 2, 1024),
-    ("training", "tiny_llama", 32, 256),
-    ("training", "nano_llama", 4, 512),
-)
+CASES = (("tiny_llama", 32, 256), ("nano_llama", 4, 512))  # preset, sequences in a batch, tokens in each
 GPU_CASES = (
-    ("training", "llama_60m", 16, 2048),
-    ("training", "llama_60m", 32, 2048),
-    ("training", "nano_gpt2", 16, 1024),
-    ("training", "nano_gpt2", 32, 1024),
+    ("llama_60m", 16, 2048),
+    ("llama_60m", 32, 2048),
+    ("nano_gpt2", 16, 1024),
+    ("nano_gpt2", 32, 1024),
 )
-ROUNDS = 5  # turns of each; the median counts
+ROUNDS = 5  # steps of each; the median counts
 
 
 def bench(settings: RunSettings):
-    """How many tokens/s do we and transformers read and train on?"""
+    """How many tokens/s do we and transformers train on?"""
     experiment = Experiment("bench", "", settings)
     rows = []
     cases = GPU_CASES if experiment.device.type == "cuda" else CASES
-    for work, name, B, T in progress(cases, desc="bench", unit=" cases"):
+    for name, B, T in progress(cases, desc="bench", unit=" cases"):
         tokens = torch.randint(PRESETS[name].vocab_size, (B, T + 1), device=experiment.device)
-        make = forward_passes if work == "forward" else training_steps
-        with torch.inference_mode(work == "forward"):
-            works = make(name, tokens, experiment.dtype)
-            for turn in works:
-                turn()  # the first call allocates
-            turns = [[seconds_of(turn) for turn in works] for _ in range(ROUNDS)]
+        steps = training_steps(name, tokens, experiment.dtype)
+        for step in steps:
+            step()  # the first call allocates
+        turns = [[seconds_of(step) for step in steps] for _ in range(ROUNDS)]
         ours, *theirs = [B * T / median(seconds) for seconds in zip(*turns)]
-        row = {"model": name, "work": work, "batch_size": B, "sequence_length": T, "ours": ours}
+        row = {"model": name, "batch_size": B, "sequence_length": T, "ours": ours}
         if theirs:
             row |= {"transformers": theirs[0], "ratio": ours / theirs[0]}
         rows.append(row)
     return experiment.save(rows)
 
 
-def seconds_of(work):
-    """Seconds that `work` takes; reading one number of its tensor waits for the device."""
+def seconds_of(step):
+    """Seconds that a step takes; reading its loss waits for the device."""
     begun = time.perf_counter()
-    work().flatten()[0].item()
+    step().item()
     return time.perf_counter() - begun
-
-
-def forward_passes(name, tokens, dtype):
-    """Two functions, ours and theirs: the last final states, (B, d), of tokens (B, T + 1) minus the last."""
-    inputs = tokens[:, :-1]
-    model = newborn(name, 0, device=tokens.device).cast_blocks(dtype)
-    theirs = transformers_model(PRESETS[name]).to(tokens.device, dtype).base_model
-    ours = partial(model.hidden, inputs, last_only=True)
-    return ours, lambda: theirs(inputs, use_cache=False)[0][:, -1]
 
 
 def training_steps(name, tokens, dtype):
     """Functions, ours and for a LLaMA theirs: a step on windows (B, T + 1), which returns the mean loss."""
     ours = newborn(name, 0, device=tokens.device)
-    works = [training_step(ours, ours, tokens, dtype)]
+    steps = [training_step(ours, ours, tokens, dtype)]
     if PRESETS[name].norm == "layernorm":
-        return works
+        return steps
     theirs = transformers_model(PRESETS[name]).to(tokens.device)
 
     def their_loss(inputs, targets):
         logits = theirs(inputs, use_cache=False).logits.float()
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
-    return [*works, training_step(theirs, their_loss, tokens, dtype)]
+    return [*steps, training_step(theirs, their_loss, tokens, dtype)]
 
 
 def training_step(model, summed_loss, tokens, dtype):

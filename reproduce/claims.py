@@ -103,20 +103,11 @@ def by_mean(rows, name, is_so):
     return by_interval([interval(column(rows, name), name)], name, is_so)
 
 
-def differences(rows, key):
-    """Rows of `key` minus that of the uncalibrated run of the same configuration, seed and step."""
-
-    def run_of(row):
-        return row["config"], row["seed"], row.get("step")
-
-    base = {run_of(row): row[key] for row in rows if row["calibration"] == "none"}
-    others = [row for row in rows if row["calibration"] != "none" and run_of(row) in base]
-    return [row | {key: row[key] - base[run_of(row)]} for row in others]
-
-
 def than_none(rows, calibration, name, is_so):
     """Is a column `above` or `below` in runs of a calibration, than in those of the same seeds with none?"""
-    paired = [row for row in differences(rows, name) if row["calibration"] == calibration]
+    none = {row["seed"]: row[name] for row in rows if row["calibration"] == "none"}
+    changed = [row for row in rows if row["calibration"] == calibration]
+    paired = [row | {name: row[name] - none[row["seed"]]} for row in changed]
     text, cases = by_mean(paired, name, is_so)
     return f"{calibration} minus none: {text}, {len(paired)} seeds", cases
 
@@ -239,7 +230,7 @@ def at_most(rows, bound, *names):
     return text, [row[name] <= row.get(bound, bound) for row in rows for name in names]
 
 
-TEXT = {"part": "runs", "config": "text_sink", "apart": "config"}  # our runs on text, none of a variant
+TEXT = {"part": "runs", "config": "text_sink"}  # our runs on text, none of a variant
 
 # fmt: off
 CLAIMS = [  # of each, what the paper says and its number; the result, its judge, and what that is given
@@ -301,8 +292,8 @@ CLAIMS = [  # of each, what the paper says and its number; the result, its judge
         "lineage", right_answers, table=["5", "12"], apart="table"),
     Claim("Tables 5, 12, The Stack", "also where that corpus is code; there every baseline fails"),
     Claim("Table 6", "models fine-tuned from Llama-2-7b on 5M to 500B tokens are related", "p < 0.01"),
-    Claim("Table 7, attenuation", "WikiText-2's perplexity falls from 21.33 to 21.02", "-0.015 nats",
-        "perplexity", than_none, "attenuate", "text_loss", below, apart="config"),
+    Claim("Table 7, attenuation", "perplexity falls from 21.33 to 21.02 (ours: held-out code)", "-0.015 nats",
+        "text", than_none, "attenuate", "text_loss", below, **TEXT),
     Claim("Table 8", "baselines miss all of Table 4b, all < 0.8", "at most 0.149, 0.381, 0.581, 0.196",
         "lineage", at_most, THRESHOLD, *BASELINES, table="4b, 8"),
     Claim("Tables 4, 5, 7-14, their size", "12 layers; 10B tokens of OpenWebText, or 200,000 steps"),

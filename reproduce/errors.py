@@ -5,17 +5,15 @@
 Newborns of different seeds are unrelated: a sound test calls 1 % of their pairs related at p <= 0.01.
 """
 
-import functools
 import itertools
 from dataclasses import dataclass
 from typing import Literal
 
-import numpy as np
 import torch
 from scipy.stats import binomtest, norm
 
 from init import SCHEMES, newborn
-from lib.figures import lines_of, new_figure, save_figure, unique
+from lib.figures import curves
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
@@ -26,6 +24,7 @@ from lineage.layout import find_stacks
 from lineage.match import match_layers, way_by
 from lineage.views import readings
 from model import PRESETS
+from reproduce.disguise import as_source, weights_of
 from seedprint import PaperSettings, last_outputs, paper_test
 from strangers.formats import Newborn
 
@@ -55,12 +54,20 @@ def errors(settings: Settings):
         rows += error_rates(p_values, {"inputs": inputs, "scheme": scheme, "model": model})
     for model in progress(settings.model, desc="errors of weights"):  # which no scheme changes, once scaled
         key = {"inputs": "weights", "scheme": settings.schemes[0], "model": model}
-        newborns = [Newborn(PRESETS[model], seed) for seed in range(1, settings.num_births + 1)]
-        for each in newborns:
-            each.read = functools.partial(part_of, functools.cache(each.read))
+        config = PRESETS[model]
+        births = [Newborn(config, seed) for seed in range(1, settings.num_births + 1)]
+        newborns = [as_source(weights_of(born), config) for born in births]  # each is read often
         rows += error_rates(p_of_weights(newborns), key)
     result = experiment.save(rows)
-    draw_rates(rows, experiment.folder / "errors.png")
+    points = []
+    for row in rows:
+        line = f"{row['test']}: {row['inputs']}".removesuffix(": weights")
+        birth = f"{row['model']}, scheme {row['scheme']}"
+        points.append({"birth": birth, "test": line, "percent": 100 * row["rate"]})
+    question = "How often does a test call unrelated newborns related? (p = 0.01 promises 1 %)"
+    keys = {"x": "percent", "y": "test", "series": "birth", "style": "o", "xscale": "symlog"}
+    labels = {"xticks": (0, 1, 10, 100), "xlabel": "% of pairs called related"}
+    curves(points, experiment.folder / "errors.png", question, **keys, **labels)
     return result
 
 
@@ -80,11 +87,6 @@ def p_of_states(model, scheme, inputs, settings: Settings, experiment):
         "U-test": [test["paper_u_p"] for test in tests],
         "closed form": [norm.sf(test["closed_form_z"]) for test in tests],
     }
-
-
-def part_of(read, name, part=()):
-    """A part of a tensor that is read whole, and kept."""
-    return read(name)[part]
 
 
 def p_of_weights(newborns):
@@ -113,27 +115,6 @@ def error_rates(p_values, key):
         row = {"test": test} | key | {"num_pairs": len(p), "rejections": rejections}
         rows.append(row | {"rate": rejections / len(p), "low": low, "high": high})
     return rows
-
-
-def draw_rates(rows, path) -> None:
-    """Draw the error rates: a line per test and input, a colour per model and scheme."""
-    title = "How often does a test call unrelated newborns related?"
-    figure, ((axes,),) = new_figure(title, width=7, height=5)
-    points = []
-    for row in rows:
-        line = f"{row['test']}: {row['inputs']}".removesuffix(": weights")
-        points.append(row | {"line": line, "birth": f"{row['model']}, scheme {row['scheme']}"})
-    lines = unique(points, "line")
-    for number, (birth, of_birth) in enumerate(lines_of(points, "birth")):
-        heights = [lines.index(point["line"]) + 0.18 * number for point in of_birth]
-        rate, *ends = 100 * np.array([[point["rate"], point["low"], point["high"]] for point in of_birth]).T
-        axes.errorbar(rate, heights, xerr=abs(ends - rate), fmt="o", label=f"{birth}, 99 % interval")
-    axes.axvline(100 * LEVEL, color="black", ls="--", label="what p = 0.01 promises")
-    axes.set(xscale="symlog", xlim=(-0.1, 130), xticks=[0, 1, 10, 100], xlabel="% of pairs called related")
-    axes.set_yticks(range(len(lines)), lines)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.invert_yaxis()
-    save_figure(figure, path, axes)
 
 
 COMMANDS = {"": Command(errors, Settings())}

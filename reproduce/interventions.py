@@ -30,6 +30,7 @@ from model import Transformer
 from sinks import Case, Settings, TransplantSettings, alpha_and_loss, measure_models
 from sources.inputs import bos_of, read_tokens
 
+MOST_BUILDERS = 64  # that `ablate` ablates
 ELSEWHERE = 10  # where a BOS that is not first stands
 ACTIVE = 0.1  # `intervene`: a builder fires at this share of its mean at position 1 (ours)
 
@@ -40,13 +41,6 @@ class InterveneSettings(Settings):
 
     position: at_least(1) = 10  # k, the position to make a sink, counted from 1 (SO: 10)
     factor: tuple[at_least(0, float), ...] = (32.0,)  # lambda, the factor of `amplify` and `scale`
-
-
-@dataclass
-class AblateSettings(Settings):
-    """The settings of `ablate`."""
-
-    num_builders: at_least(1) | None = None  # builders to ablate; None: those of 99 %, at most 64
 
 
 @torch.inference_mode()
@@ -131,7 +125,7 @@ def replace_heads(model, k, changed, kind, factor):
 
 
 @torch.inference_mode()
-def ablate(settings: AblateSettings):
+def ablate(settings: Settings):
     """Which neurons build the sink? Ablates 1, 2, 4, ... of them (ours; ten minutes)"""
     experiment, lists = measure_models("ablate", "ours", settings, ablations)
     columns = ("checkpoint", "kind", "num_ablated", "left", "disparity", "sink_rate", "low", "high")
@@ -148,7 +142,7 @@ def ablate(settings: AblateSettings):
     return result
 
 
-def ablations(settings: AblateSettings, spec, model):
+def ablations(settings: Settings, spec, model):
     """A row for the unchanged model, and for each set of neurons ablated or held constant.
 
     `left`, the share left of the sink's dimension, and `disparity` are of position 1 after `activity.layer`.
@@ -156,8 +150,8 @@ def ablations(settings: AblateSettings, spec, model):
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens)
     dimension = activity.dimension(activity.layer)
-    count = settings.num_builders or min(64, num_needed(activity, activity.layer, share=0.99))
-    builders = activity.builders(activity.layer, count)
+    count = num_needed(activity, activity.layer, share=0.99)
+    builders = activity.builders(activity.layer, min(MOST_BUILDERS, count))
     sets = sets_of_units(settings, activity, builders)
     num_bos = 0 if bos_of(settings, spec) is None else 1
     rows, states = [], []
@@ -193,7 +187,7 @@ def num_needed(activity, layer, share):
     return 1 + (sums < share * activity.state[layer].abs().max()).sum().item()
 
 
-def sets_of_units(settings: AblateSettings, activity, units):
+def sets_of_units(settings: Settings, activity, units):
     """The kind and the neurons of each set that `ablate` changes.
 
     `first` has the first 1, 2, 4, ... builders; `alone` one of the next three; `constant` holds all at their
@@ -314,7 +308,7 @@ def drawn_like(constants, generator):
 
 COMMANDS = {
     "intervene": Command(intervene, InterveneSettings()),
-    "ablate": Command(ablate, AblateSettings()),
+    "ablate": Command(ablate, Settings()),
     "bos": Command(bos, Settings()),
     "transplant": Command(transplant, TransplantSettings()),
 }

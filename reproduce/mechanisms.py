@@ -1,10 +1,8 @@
-"""Test each mechanism of BB section 4 by itself: eight experiments beside those of contraction.py.
+"""Test each mechanism of BB section 4 by itself: seven experiments beside those of contraction.py.
 
 python -m reproduce.mechanisms ablation      # each takes up to a minute on 2 cores, predict 3 to 7 minutes
 """
 
-import copy
-import functools
 import math
 
 import torch
@@ -54,9 +52,6 @@ def mlp(settings: NewbornSettings):
                 state = function(state)
                 row = key | {"stack": stack, "layer": layer, "theory": prediction[layer]}
                 experiment.rows.append(row | pairwise_cosine(state))
-                if stack == "mlp0_relu":  # deep states are shorter than torch's epsilon (ours)
-                    row |= {"stack": "mlp0_relu_epsilon", "theory": None}
-                    experiment.rows.append(row | floored_cosine(state, epsilon=1e-8))
     question = "Does an asymmetric activation contract stacks of MLPs? (mlp0: without norm and residual)"
     return experiment.finish(question, "layer", "stack", {"theory": "Proposition 2; kernel recursion"})
 
@@ -80,13 +75,6 @@ def relu_recursion(layers, scheme="gpt2"):
         c = (kappa - lost) / (1 - lost)
         cosines.append(c)
     return cosines
-
-
-def floored_cosine(states, epsilon):
-    """`pairwise_cosine` as torch's `cosine_similarity` computes it: norms are at least `epsilon`."""
-    unit = F.normalize(states.double(), dim=1, eps=epsilon)
-    cosines = (unit @ unit.T)[*torch.tril_indices(len(unit), len(unit), -1)]
-    return {"mean_cosine": cosines.mean().item(), "std_cosine": cosines.std(correction=0).item()}
 
 
 @torch.inference_mode()
@@ -136,7 +124,10 @@ def engage(settings: NewbornSettings):
         x = gaussian_inputs(experiment, T, d)[:, 0]  # (n, d)
         for normed, inputs in ((True, block.post_attention_layernorm(x)), (False, x)):
             expected_std = STD * inputs.square().sum(1).mean().sqrt().item()
-            cosine = one_block_cosine(model.config.mlp, expected_std, d, settings.init)
+            cosine = None
+            if settings.init in theory.SCHEMES:
+                k = theory.mlp_kernel(model.config.mlp, expected_std, d, settings.init)
+                cosine = float(k[0] / k.sum())
             row = key | {"normed": normed, "theory": cosine}
             row["preactivation_std"] = gate(inputs).float().std().item()
             experiment.rows.append(row | pairwise_cosine(block.mlp(inputs)))
@@ -147,45 +138,14 @@ def engage(settings: NewbornSettings):
 
 
 @torch.inference_mode()
-def width(settings: NewbornSettings):
-    """How does the contraction of one MLP0 block depend on its width? (ours; seconds)"""
-    experiment = NewbornExperiment("width", "ours", settings, (1,))
-    for d in (128, 256, 512, 1024):
-        shape = {"num_layers": 1, "num_heads": 1, "d_model": d, "d_ff": 4 * d}
-        x = gaussian_inputs(experiment, 1, d)[:, 0] / STD  # (n, d)
-        for key, model, _ in experiment.newborns(vocab_size=1, sublayers="mlp", **shape):
-            kind = model.config.mlp
-            (block,) = model.model.layers
-            for scaling, std in (("1/sqrt(d)", d**-0.5), ("0.02", STD)):
-                row = {"seed": key["seed"], "mlp": kind, "d_model": d, "weight_std": std}
-                cosine = one_block_cosine(kind, std * math.sqrt(d), d, settings.init)
-                row |= {"scaling": f"weight std {scaling}", "theory": cosine}
-                scaled = copy.deepcopy(block.mlp)
-                for weight in scaled.parameters():
-                    weight.mul_(std / STD)
-                experiment.rows.append(row | pairwise_cosine(scaled(x)))
-    question = "How does one block's contraction depend on its width?"
-    options = {"panel": "scaling", "log": "xy"}
-    return experiment.finish(question, "d_model", "mlp", {"theory": "quadrature"}, **options)
-
-
-def one_block_cosine(mlp, s, d, scheme="gpt2"):
-    """Cosine of an MLP0's outputs for orthogonal inputs, pre-activations of std `s`."""
-    k = theory.mlp_kernel(mlp, s, d, scheme)
-    return float(k[0] / k.sum()) if scheme in theory.SCHEMES else None
-
-
-@torch.inference_mode()
 def intra(settings: NewbornSettings):
     """Does attention make a sequence's positions alike? (BB Figure 8, Proposition 5; a quarter minute)"""
     experiment = NewbornExperiment("intra", "BB Figure 8, Proposition 5", settings, (32, 128, 512))
     for key, model, T in experiment.newborns(vocab_size=1, sublayers="attention"):
         x = gaussian_inputs(experiment, T, model.config.d_model)  # (n, T, d)
-        L = model.config.num_layers
-        limit = averaging_limit(T, L)
-        foreseen = intra_recursion(model.config, T, settings.init)
+        limit = averaging_limit(T, model.config.num_layers)
         counts = torch.arange(1, T + 1, device=x.device)[:, None]  # (T, 1)
-        for stack, exact in (("attn0", averaging_stack(T, L)), ("attention", foreseen[1:])):
+        for stack in ("attn0", "attention"):
             state = x
             for layer, block in enumerate(model.model.layers):
                 if stack == "attn0":  # uniform causal averaging (BB Definition 3)
@@ -194,26 +154,19 @@ def intra(settings: NewbornSettings):
                     state = block.self_attn(block.input_layernorm(state), rope(model.config, state))
                 unit = F.normalize(state.double(), dim=2, eps=0)
                 row = key | {"stack": stack, "sequence_length": T, "layer": layer + 1}
-                row |= {"exact_theory": exact[layer], "limit_theory": limit[layer]}
+                row["limit_theory"] = limit[layer]
                 experiment.rows.append(row | {"mean_cosine": unit.mean(1).square().sum(1).mean().item()})
     question = "Does attention without residual make a sequence's positions alike? (attn0: uniform weights)"
-    theories = {"exact_theory": "theory for this length", "limit_theory": "Proposition 5: infinite length"}
+    theories = {"limit_theory": "Proposition 5: infinite length"}
     options = {"panel": "sequence_length", "ylabel": "mean cosine within a sequence"}
     return experiment.finish(question, "layer", "stack", theories, ("mean_cosine",), **options)
 
 
-def averaging_stack(T, layers):
-    """Mean cosine within a sequence after each Attn0, for large d, over all pairs of positions, i = j too."""
-    S = torch.eye(T, dtype=torch.float64)  # covariances of positions
-    cosines = []
-    for _ in range(layers):
-        S = theory.average(S)  # M S M^T
-        cosines.append((S / theory.scales(S)).mean().item())
-    return cosines
-
-
 def averaging_limit(T, layers):
-    """The same by BB Proposition 5: 1/T + (1 - 1/T) rho_L, with rho_L the limit of infinite T."""
+    """Mean cosine within a sequence after each Attn0, over all pairs of positions (BB Proposition 5).
+
+    It is 1/T + (1 - 1/T) rho_L, with rho_L the limit of infinite T.
+    """
     cosines = []
     for L in range(1, layers + 1):
         rho = 0.0
@@ -221,15 +174,6 @@ def averaging_limit(T, layers):
             rho += math.comb(L - 1, k) / math.comb(2 * L - 2, k) * (2 / 3) ** (k + 1)
         cosines.append(1 / T + (1 - 1 / T) * rho)
     return cosines
-
-
-@functools.cache
-def intra_recursion(config, T, scheme):
-    """The same for a newborn's attention, before (0) and after each."""
-    if not theory.knows(config, scheme):
-        return [None] * (config.num_layers + 1)
-    covariances = theory.covariances(config, T, scheme, residual=False)
-    return [(S / theory.scales(S)).mean().item() for S, _ in covariances]
 
 
 @torch.inference_mode()
@@ -240,10 +184,9 @@ def variance(settings: NewbornSettings):
         means = Means(settings.num_sequences)
         for x in gaussian_inputs(experiment, T, model.config.d_model).split(1):
             model.hidden(x, on_heads=means.add_heads)
-        exact = aggregated_std(model.config, T, settings.init)
-        for i, std in enumerate(means.std(1).tolist(), start=1):
-            uniform = None if exact[0] is None else exact[0] / math.sqrt(i)
-            row = {"position": i, "std": std, "uniform_theory": uniform, "theory": exact[i - 1]}
+        theories = aggregated_std(model.config, T, settings.init)
+        for i, (std, uniform, uneven) in enumerate(zip(means.std(1).tolist(), *theories), start=1):
+            row = {"position": i, "std": std, "uniform_theory": uniform, "theory": uneven}
             experiment.rows.append(key | row)
     question = "Do the values that attention aggregates shrink along the positions?"
     theories = {"theory": "with the logits' variance", "uniform_theory": "Equation 2: uniform"}
@@ -252,40 +195,17 @@ def variance(settings: NewbornSettings):
 
 
 def aggregated_std(config, T, scheme):
-    """Standard deviation of aggregated values at positions 1..T of the first block (BB Equation 2).
+    """Standard deviations of aggregated values at positions 1..T of the first block, by two theories.
 
-    Var o_i is a value's times E sum_j a_j^2 + (1 - 1/i) kept_i t^2 / d, where Equation 2 has 1/i. The last
-    term does not decay: attention, however slight, selects values along W_V W_K^T q, a direction that RoPE
-    turns by another angle for each key, which leaves the share kept_i.
+    BB Equation 2 has uniform attention: E sum_j a_j^2 = 1/i. Logits of std t make it e^t^2 / (i - 1 + e^t^2)
+    (ours: exact for i = 1, and in the limit of large i).
     """
     if not theory.knows(config, scheme):
-        return [None] * T
-    d = config.d_model
+        return [None] * T, [None] * T
     i = torch.arange(1, T + 1, dtype=torch.float64)
-    value_variance = d * STD**2 * STD**2 / (STD**2 + config.norm_epsilon)  # also that of queries and keys
-    t = value_variance  # of q k^T / sqrt(Dh): std of q times that of k
-    exponent = -torch.arange(0, config.head_size, 2).float() / config.head_size
-    angle = torch.outer(i - 1, (config.rope_theta**exponent).double())  # (T, Dh/2)
-    kept = (angle.cos().cumsum(0).square() + angle.sin().cumsum(0).square()).mean(1) / i.square()
-    concentration = attention_concentration(T, t) + (1 - 1 / i) * (t**2 * kept / d)
-    return (value_variance * concentration).sqrt().tolist()
-
-
-def attention_concentration(T, t):
-    """E sum_j a_j^2 for softmax weights a over i = 1..T keys with logits N(0, t^2), (T,); uniform: 1/i.
-
-    With w = e^logit, 1/(sum w)^2 is the integral of u e^(-u sum w) du, so independent logits give
-    i * integral of u E[w^2 e^(-uw)] E[e^(-uw)]^(i-1) du. For large i that is e^(t^2) / i.
-    """
-    z, weight = theory.gaussian_grid(401)
-    w = torch.exp(t * z)
-    step = 0.05  # of ln u
-    u = torch.arange(-30, 30, step, dtype=torch.float64).exp()
-    decay = torch.exp(-torch.outer(u, w))
-    others = (decay @ weight).clamp(max=1)  # E e^(-uw)
-    own = decay @ (weight * w.square())  # E w^2 e^(-uw)
-    i = torch.arange(1, T + 1, dtype=torch.float64)[:, None]
-    return (i * u.square() * own * others ** (i - 1)).sum(1) * step  # u du = u^2 d(ln u)
+    variance = config.d_model * STD**2 * STD**2 / (STD**2 + config.norm_epsilon)  # of queries and keys, too
+    weight = math.exp(variance**2)  # t is the std of q k^T / sqrt(Dh): that of q times that of k
+    return [(variance * share).sqrt().tolist() for share in (1 / i, weight / (i - 1 + weight))]
 
 
 @torch.inference_mode()
@@ -316,7 +236,7 @@ def predict(settings: NewbornSettings):
 
 
 TEN = tuple(range(42, 52))  # seeds
-GPT2S, STYLES = ("nano_gpt2", "gpt2_1b"), ("nano_gpt2", "nano_llama")
+GPT2S = ("nano_gpt2", "gpt2_1b")
 COMMANDS = {
     "ablation": Command(ablation, NewbornSettings(seed=(42,), num_sequences=500)),
     "amplify": Command(amplify, NewbornSettings(seed=TEN, num_sequences=20)),
@@ -325,7 +245,6 @@ COMMANDS = {
     "mlp": Command(mlp, NewbornSettings(seed=TEN)),
     "predict": Command(predict, NewbornSettings(num_sequences=400)),
     "variance": Command(variance, NewbornSettings(model=GPT2S, seed=(42,), num_sequences=32)),
-    "width": Command(width, NewbornSettings(model=STYLES, num_sequences=600, init="normal")),
 }
 
 if __name__ == "__main__":

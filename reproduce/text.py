@@ -1,6 +1,6 @@
 """What calibrations do to sinks on text, and how a sink is born (BB Figure 12, Table 7; SO; ours).
 
-    python -m reproduce.trainings train runs/text/none-42          # a run: a quarter of an hour
+    python -m reproduce.runs runs/text/none-42                     # a run: a quarter of an hour
     python -m reproduce.text runs/text/none-42 --out mine          # measure it
     python -m reproduce.text birth runs/text/none-42 --out mine    # its sink at each kept step: half a minute
     python -m reproduce.text                                       # from results/text/*.jsonl: seconds
@@ -17,29 +17,23 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import tyro
-from scipy.stats import rankdata
 
 import sinks
 from lib import runtime
-from lib.figures import COLOURS, curves, new_figure, save_figure, unique
+from lib.figures import curves
 from lib.files import read_json
-from lib.random import keyed_generator
 from lib.results import Experiment
 from lib.settings import Command, OutputSettings, UserError, run_script
 from measure import attention
 from measure.units import observe
-from reproduce.claims import differences
 from reproduce.interventions import num_needed
 from sources import checkpoint
 from sources.data import default_folder, open_data
 from sources.inputs import read_tokens
 from sources.runs import read_rows, write_log
 
-CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'
-KINDS = (*CALIBRATIONS, "explicit")  # explicit: `none` with an explicit sink (ours)
 TEXT = "results/text"  # folder of the records
 CONFIG = "text_sink"  # of the runs that are compared; others are its variants
-DRAWS = 9999  # random sets of neurons to compare with the builders
 LARGEST_SHARE = 0.99  # of the dimension that the builders make together,
 MOST_BUILDERS = 8  # unless that takes more neurons
 LINKS = {  # columns, and their names in the figure
@@ -76,10 +70,10 @@ def noted(settings: NotedSettings, pattern, measure):
 def text(settings: NotedSettings):
     """What do the calibrations do to sinks on text, and to the loss? (BB Figure 12, Table 7; SO)"""
     experiment = Experiment("text", "BB Figure 12, Table 7; SO", settings)
-    rows, ends = [], []
+    rows, runs = [], []
     for begun, *evaluations, end in noted(settings, "text_*.jsonl", record):
         key = {name: end[name] for name in ("config", "calibration", "seed")}
-        ends.append(begun | end)
+        runs.append(begun | end)
         for evaluation in evaluations:
             tokens = evaluation["step"] * begun["step_tokens"]
             for measured in evaluation["sinks"]:
@@ -87,11 +81,17 @@ def text(settings: NotedSettings):
                 alpha1 = row.pop("alpha1")  # by layer and head
                 row |= {"mean_alpha1": np.mean(alpha1), "max_alpha1": np.max(alpha1)}
                 rows.append(row | {"val_loss": evaluation["val_loss"]})
-    hours = sum(run["core_hours"] for run in ends)
     columns = ("config", "calibration", "seed", "step", "val_loss", "text_loss", "sink_rate", "mean_alpha1")
     columns += ("max_alpha1", "disparity", "effective_rank")
-    result = experiment.save(rows, columns, ends, runs=ends, core_hours=round(hours, 2))
-    draw_text(experiment.folder / "text.png", rows, ends)
+    result = experiment.save(rows, columns, runs, runs=runs)
+    points = [row for row in rows if row["config"] == CONFIG and row["bos_first"]]
+    last = max([row["step"] for row in points], default=0)
+    ends = [row for row in points if row["step"] == last and row["sequence_length"] <= 128]
+    ends.sort(key=lambda row: row["sequence_length"])
+    question = "Which calibration ends sinks on text, and what does it cost? (a dot per seed)"
+    keys = {"x": "val_loss", "y": "sink_rate", "series": "calibration", "panel": "sequence_length"}
+    labels = {"style": "o", "xlabel": "held-out loss (nats/token)", "ylabel": "share of heads that sink"}
+    curves(ends, experiment.folder / "text.png", question, **keys, **labels)
     return result
 
 
@@ -103,10 +103,8 @@ def record(run):
     config = CONFIG if name == kind else name
     log = list(read_rows(Path(run.out, "metrics.jsonl")))
     T = run.sequence_length
-    step_tokens = run.global_batch_size * T
-    seconds = sum(step_tokens / row["tokens_per_second"] for row in log if "tokens_per_second" in row)
     begun = {name: log[0][name] for name in ("commit", "dtype", "data")}
-    rows = [begun | {"step_tokens": step_tokens, "core_hours": seconds * log[0]["threads"] / 3600}]
+    rows = [begun | {"step_tokens": run.global_batch_size * T}]
     for row in log:
         if "sinks" in row:
             lengths = (32, 64, 128, 256, T) if row["step"] == run.max_iters else (64, T)
@@ -114,37 +112,19 @@ def record(run):
             rows.append({"step": row["step"], "val_loss": row["val_loss"], "sinks": shown})
     tokens = open_data(run, is_new=False)
     inputs, targets = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
-    model = checkpoint.load(run.out)
+    model, reading, spec = checkpoint.load(run.out), reading_of(run), checkpoint.parse_spec(run.out)
     loss = sum(model(*windows).item() for windows in zip(inputs.split(8), targets.split(8)))  # sums
-    end, layers = end_of(run, config, kind, run.seed)
-    rows.append(end | {"text_loss": loss / targets.numel(), "layers": layers})
-    return f"{config}-{kind}-{run.seed}", rows
-
-
-@torch.inference_mode()
-def end_of(run, config, kind, seed):
-    """A row of a run's losses, and its sinks and links on 64 held-out tokens; and a row per layer."""
-    log = read_rows(Path(run.out, "metrics.jsonl"))
     losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
-    row = begun_row(run, config, kind, seed)
-    row |= {"val_loss": losses[-1], "mean_loss": np.mean(losses)}
-    row["uniform_alpha1"] = (1 / torch.arange(1, 65).double()).mean().item()
-    reading, spec = reading_of(run), checkpoint.parse_spec(run.out)
-    model = spec.load()
+    end = {"config": config, "calibration": kind, "seed": run.seed, "threads": log[0]["threads"]}
+    end |= {"val_loss": losses[-1], "mean_loss": np.mean(losses), "text_loss": loss / targets.numel()}
     found, alpha = attention.sink_statistics(model, read_tokens(reading, spec, 64))  # alpha (n, L, H)
-    row |= found
     layers = sinks.anatomy_rows(reading, spec, model)["layers"]
     for name in ("disparity", "effective_rank", "output_tau"):
-        row[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
+        end[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
     rates = (alpha > attention.EPSILON).double().mean(dim=(0, 2)).tolist()
-    return row, [layer | {"sink_rate": rate} for layer, rate in zip(layers, rates)]
-
-
-def begun_row(run, config, kind, seed):
-    """The first columns of a run's row: its name, threads and commit."""
-    begun = next(read_rows(Path(run.out, "metrics.jsonl")))
-    row = {"config": config, "calibration": kind, "seed": seed}
-    return row | {name: begun[name] for name in ("threads", "commit")}
+    layers = [layer | {"sink_rate": rate} for layer, rate in zip(layers, rates)]
+    rows.append(end | found | {"layers": layers})
+    return f"{config}-{kind}-{run.seed}", rows
 
 
 def reading_of(run):
@@ -152,45 +132,6 @@ def reading_of(run):
     begins_with_bos = run.bos_first or run.tokenizer == "bytes"  # backcopy's documents do
     text = str(default_folder(run.source, run.tokenizer))
     return sinks.Settings(text=text, bos="always" if begins_with_bos else "never", device="cpu")
-
-
-def draw_text(path, rows, ends) -> None:
-    """Draw runs of CONFIG: sinks by tokens, length and layer, the loss, SO's two links."""
-    rows = [row for row in rows if row["config"] == CONFIG and row["bos_first"]]
-    last = max([row["step"] for row in rows], default=0)
-    at_64 = [row for row in rows if row["sequence_length"] == 64]
-    at_end = sorted([row for row in rows if row["step"] == last], key=lambda row: row["sequence_length"])
-    losses = differences([row for row in at_64 if row["step"] > 0], "val_loss")
-    by_layer = [run | layer for run in ends if run["config"] == CONFIG for layer in run["layers"]]
-    title = "Which calibration ends sinks on text, and what does it cost? (dots: seeds; lines: their means)"
-    panels = [
-        (at_64, "tokens", "sink_rate", "share of heads that sink (T = 64)"),
-        (at_end, "sequence_length", "sink_rate", "the same by length, at the end"),
-        (by_layer, "layer", "sink_rate", "the same by layer, at the end (T = 64)"),
-        (losses, "tokens", "val_loss", "held-out loss, minus that of none (nats/token)"),
-        (by_layer, "layer", "disparity", "disparity of the stream at position 1"),
-        (by_layer, "layer", "effective_rank", "effective rank of the stream"),
-    ]
-    draw_kinds(path, title, panels)
-
-
-def draw_kinds(path, title, panels) -> None:
-    """Draw six panels (points, x, y, title): for each calibration a dot per seed, and the mean."""
-    figure, grid = new_figure(title, 2, 3, height=3.2)
-    for axes, (points, x, y, title) in zip(grid.flat, panels):
-        for kind, colour in zip(KINDS, COLOURS):
-            chosen = [point for point in points if point["calibration"] == kind]
-            places = unique(chosen, x)
-            means = [np.mean([point[y] for point in chosen if point[x] == place]) for place in places]
-            axes.plot(places, means, "_-", color=colour, lw=1.5, ms=9, label=kind)
-            axes.plot([point[x] for point in chosen], [point[y] for point in chosen], ".", color=colour, ms=4)
-        axes.set_title(title, fontsize=10)
-        axes.set_xlabel(x.replace("_", " "))
-        if y == "val_loss":  # minus that of none
-            axes.axhline(0, color="black", lw=0.6)
-        if x == "sequence_length":
-            axes.set_xscale("log")
-    save_figure(figure, path, grid[0, 0])
 
 
 @torch.inference_mode()
@@ -207,7 +148,8 @@ def born(run):
     heads = [(place + 1, head) for place, head in is_sink.nonzero().tolist()]  # layers from 1
     sink = {"layer": layer, "dimension": activity.dimension(layer), "heads": heads}
     name = Path(run.out).name
-    rows = [{"run": name} | sink | {"builders": specials(checkpoint.load(steps[0]), tokens, sink, builders)}]
+    named = [{"layer": layer, "unit": unit} for layer, unit in builders]
+    rows = [{"run": name} | sink | {"builders": named}]
     for step in runtime.progress(steps, desc=run.out, unit=" steps"):
         key = {"run": name, "step": int(step.name.removeprefix("step_"))}
         rows.append(key | links_of(checkpoint.load(step), tokens, sink, builders))
@@ -235,30 +177,8 @@ def links_of(model, tokens, sink, builders):
     }
 
 
-def specials(newborn, tokens, sink, builders):
-    """Each builder's percentiles in its layer at initialization; `p` of their mean against random neurons."""
-    activity = observe(newborn, tokens)
-    weights = torch.stack([newborn.down(layer)[sink["dimension"]].abs() for layer in activity.at_1])
-    rises = [at_1.abs() - activity.elsewhere[layer] for layer, at_1 in activity.at_1.items()]
-    activations = torch.stack(rises)  # (L, d_ff)
-    below = rankdata([activations, weights], "min", axis=2) - 1  # neurons of the layer below it
-    activation, weight = 100 * (below / (weights.shape[1] - 1))  # (L, d_ff) each
-    both = activation + weight
-    layers, units = np.array(builders).T
-    found = both[layers - 1, units].mean()
-    generator = keyed_generator("random units", *[number for builder in builders for number in builder])
-    others = generator.integers(both.shape[1], size=(DRAWS, len(builders)))
-    drawn = both[layers - 1, others].mean(1)  # (DRAWS,)
-    p = (1 + np.sum(drawn >= found)) / (1 + DRAWS)
-    rows = []
-    for layer, unit in builders:
-        row = {"layer": layer, "unit": unit, "percentile_activation": activation[layer - 1, unit]}
-        rows.append(row | {"percentile_weight": weight[layer - 1, unit], "p": p})
-    return rows
-
-
 def birth(settings: NotedSettings):
-    """How is a sink born? Which link comes first, and were its builders special at initialization? (ours)"""
+    """How is a sink born? Which link comes first? (ours)"""
     experiment = Experiment("birth", "ours", settings)
     rows, points, builders, order = [], [], [], []
     for sink, *steps in noted(settings, "birth_*.jsonl", born):

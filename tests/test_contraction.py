@@ -18,7 +18,6 @@ from measure import theory
 from model import CHOICES, NORMS, PRESETS, Transformer
 from reproduce import mechanisms
 from reproduce.mean_field import mean_field
-from reproduce.mechanisms import floored_cosine
 
 SEEDS = (1, 2)
 COUNT = 4  # sequences of each seed
@@ -55,9 +54,16 @@ def vectors(T: int, d: int = 256) -> torch.Tensor:
     return random_vectors(0, range(COUNT), T, d)
 
 
+def cosines_of(states: torch.Tensor) -> dict:
+    """Mean and standard deviation of the cosines of all pairs of states (n, d)."""
+    unit = F.normalize(states.double(), dim=1, eps=0)
+    cosines = (unit @ unit.T)[*torch.tril_indices(len(unit), len(unit), -1)]
+    return {"mean_cosine": cosines.mean().item(), "std_cosine": cosines.std(correction=0).item()}
+
+
 def assert_cosines(row: dict, states_of_seeds: list[torch.Tensor], near: dict = NEAR) -> None:
     """A row's cosines are the means over the seeds of the mean and of the std over pairs of states."""
-    cosines = [floored_cosine(states, 0.0) for states in states_of_seeds]
+    cosines = [cosines_of(states) for states in states_of_seeds]
     means = [found["mean_cosine"] for found in cosines]
     assert row["mean_cosine"] == pytest.approx(np.mean(means), **near)
     assert row["std_cosine"] == pytest.approx(np.mean([found["std_cosine"] for found in cosines]), **near)
@@ -100,7 +106,7 @@ def test_predictions(name, kind, results):
             states = model.hidden(random_tokens(0, range(COUNT), LENGTH, CONFIG.vocab_size))[:, -1].double()
         tokens = (states @ head.T).argmax(1).tolist()
         direction = F.normalize(states, dim=1).mean(0)
-        assert row["mean_cosine"] == pytest.approx(floored_cosine(states, 0.0)["mean_cosine"], **NEAR)
+        assert row["mean_cosine"] == pytest.approx(cosines_of(states)["mean_cosine"], **NEAR)
         largest = max(map(tokens.count, tokens))
         assert row["top1_count"] == largest
         assert row["predicted_cosine"] == theory.kernel_recursion(CONFIG, LENGTH, kind)[-1]
@@ -144,8 +150,7 @@ def test_what_theory_does_not_know_is_null(tmp_path, monkeypatch):
         (replace(CONFIG, explicit_sink=True), "gpt2"),
         (CONFIG, "mine"),
     ):
-        for theirs in (theory.kernel_recursion, mechanisms.intra_recursion):
-            assert theirs(config, LENGTH, scheme) == [None] * (CONFIG.num_layers + 1)
+        assert theory.kernel_recursion(config, LENGTH, scheme) == [None] * (CONFIG.num_layers + 1)
 
 
 def test_too_long_a_sequence_is_refused(tmp_path):

@@ -10,6 +10,7 @@ from test_attention import explicit
 from test_attention import mean_of_queries as alpha_of
 from test_sinks import NEAR, contributions_of, disparity_of, given, observe, saved
 
+import sinks
 from lib import runtime
 from lib.random import random_tokens
 from lib.results import interval
@@ -64,7 +65,8 @@ def parse(words: str) -> list[tuple[int, int]]:
 def test_ablation_is_a_model_without_these_units(tmp_path, monkeypatch):
     """Rates and loss are those of a model whose down columns are zero; `left` is of its stream."""
     model = random_model(KINDS["llama_gqa"], seed=12)  # its first builders are in layers 2 and 3
-    settings = given(interventions.AblateSettings, sequence_length=9, num_builders=3)
+    settings = given(sinks.Settings, sequence_length=9)
+    monkeypatch.setattr(interventions, "MOST_BUILDERS", 3)
     monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 27)  # batches of 3, 3 and 1
     rows = interventions.ablations(settings, saved(model, tmp_path), model)["rows"]
     tokens = random_tokens(0, range(7), 9, 97)

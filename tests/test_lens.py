@@ -12,7 +12,6 @@ from transformers import DynamicCache, WhisperConfig
 from lib.settings import UserError
 from measure.attention import constants_at, save_constants
 from measure.units import observe, zero_units
-from reproduce.uses import rounded_inputs
 from sources import checkpoint
 from strangers import check as checks
 from strangers import loading
@@ -203,17 +202,6 @@ def test_more_positions_than_tables_have():
     with pytest.raises(UserError, match="positions are too many"):
         lens.hidden(tokens)
     assert shape_of(WhisperConfig(max_target_positions=77)).context_length == 77
-
-
-@torch.no_grad()
-def test_rounded_inputs_of_flattened_sequences():
-    """OPT's layers read (B T, d): each sequence still has a step of its own, as it has alone."""
-    lens = Lens(build("opt"))
-    tokens = lens.probe_tokens()
-    for scale in ("tensor", "token"):
-        with rounded_inputs(lens, scale, tokens.shape[1]):
-            both, second = lens.hidden(tokens), lens.hidden(tokens[1:])
-        torch.testing.assert_close(both[1:], second, rtol=0, atol=1e-5)
 
 
 # ---- from a folder -----------------------------------------------------------------------------------------

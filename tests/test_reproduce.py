@@ -16,8 +16,8 @@ from conftest import ROOT, run_here
 from lib.files import read_json
 from lib.settings import UserError, read_command
 from reproduce import __main__ as main
-from reproduce import trainings
 from reproduce.claims import CLAIMS
+from reproduce.runs import RUNS
 
 SMALL = "--model tiny_gpt2 --seed 1 --num-sequences 4"
 PAIR = "backcopy@1 backcopy@2"
@@ -27,14 +27,12 @@ PROBE = "probe.py --model tiny_gpt2 --num-sequences 4 --sequence-length 2"
 TINY = dict.fromkeys(("ablation", "mlp", "engage", "predict"), SMALL)
 TINY |= dict.fromkeys(("layers", "amplify", "intra", "variance", "cure"), f"{SMALL} --sequence-length 4")
 TINY |= dict.fromkeys(("compare", "matrix"), f"{PAIR} --units-per-layer 8")
-TINY |= dict.fromkeys(("smollm2/anatomy", "smollm2/transplant"), SINKS)
+TINY |= dict.fromkeys(("smollm2/anatomy", "smollm2/ablate", "smollm2/transplant"), SINKS)
 TINY |= {
     "probe": "--model tiny_gpt2 --num-sequences 4 --sequence-length 4",
-    "width": "--seed 1 --num-sequences 4",
     "identify": "tiny_llama@1 --seeds 0 3",
     "smollm2/rate": f"{SINKS} --sequence-length 12",
     "smollm2/intervene": f"{SINKS} --factor 2",
-    "smollm2/ablate": f"{SINKS} --num-builders 1",
 }
 ENGAGE = "-m reproduce.mechanisms engage --model tiny_gpt2 --seed 1 2 --num-sequences 200"
 
@@ -92,10 +90,10 @@ def test_what_is_missing_is_made_and_what_is_named_again(few, asked):
     path.write_text('{"environment": {"commit": null}}')
     Path(few.out, "engage.json").write_text("{")  # damaged
     asked.clear()
-    main.reproduce(replace(few, only=("deep/probe", "engage")))
-    assert [words[:2] for words in asked] == [["-m", "reproduce.mechanisms"]]
+    main.reproduce(few)
+    assert [words[0] for words in asked] == ["sinks.py", "-m"]
     asked.clear()
-    main.reproduce(replace(few, again=("deep/probe",)))
+    main.reproduce(replace(few, names=("deep/probe",)))
     assert [words[0] for words in asked] == ["probe.py"]
 
 
@@ -119,8 +117,8 @@ def columns(result: dict) -> tuple[set, set]:
 def test_a_result_trains_the_runs_that_it_reads(name, tmp_path, asked):
     llama = "runs/lineage/tiny_llama"
     runs = {"backcopy/rate": ["runs/backcopy"], "persistence": [f"{llama}-1000", f"{llama}-123"]}
-    main.reproduce(main.Settings(only=(name,), out=str(tmp_path)))
-    trained = [["-m", "reproduce.trainings", "train", *runs[name]]] if name in runs else []
+    main.reproduce(main.Settings(names=(name,), out=str(tmp_path)))
+    trained = [["-m", "reproduce.runs", *runs[name]]] if name in runs else []
     assert asked[:-1] == trained
     assert asked[-1][-2:] == ["--out", str(Path(tmp_path, name).parent)]
 
@@ -146,8 +144,7 @@ def test_commands_are_ones_that_their_scripts_know(name):
     script = importlib.import_module(words.pop(0).removesuffix(".py"))
     function, settings = read_command(script.COMMANDS, words, script.__doc__)
     assert Path("mine", name).parent == Path(settings.out)
-    runs = trainings.lineage_runs() | trainings.calibration_runs("backcopy")
-    assert {word for word in words if word.startswith("runs/")} <= {run.out for run in runs.values()}
+    assert {word for word in words if word.startswith("runs/")} <= {*RUNS, "runs/lineage"}
 
 
 def test_committed_results():

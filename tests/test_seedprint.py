@@ -19,7 +19,7 @@ from lineage.family import kinship
 from model import ModelConfig
 from reproduce import disguise
 from reproduce.robustness import noised
-from seedprint import kendall, paper_test
+from seedprint import kendall, paper_test, released_test
 from sources import checkpoint
 from strangers.formats import Newborn
 
@@ -32,7 +32,6 @@ def run(*words, out: Path, script="seedprint") -> tuple[dict, str]:
     done = run_here(script, *words, "--out", out)
     assert done.returncode == 0, done.stderr
     name = {"paper": "paper_test"}.get(words[0], words[0])
-    name = name if script == "seedprint" else script.removeprefix("reproduce.")
     return read_json(out / f"{name}.json"), done.stdout
 
 
@@ -139,7 +138,8 @@ def last_states(folder: Path, inputs: torch.Tensor) -> np.ndarray:
 )
 def test_paper_test_by_whole_forward_passes(inputs, draw, size, family, tmp_path):
     folders = [family / name for name in ("base", "child", "stranger")]
-    rows = run("paper", *folders, *OUTPUTS, "--inputs", inputs, "--input-seed", 5, out=tmp_path)[0]["rows"]
+    words = ("paper", *folders, *OUTPUTS, "--inputs", inputs, "--input-seed", 5, "--released")
+    rows = run(*words, out=tmp_path)[0]["rows"]
     given = draw(5, range(40), 9, size)
     base, *suspects = (last_states(folder, given) for folder in folders)
     for row, suspect in zip(rows, suspects, strict=True):
@@ -147,6 +147,7 @@ def test_paper_test_by_whole_forward_passes(inputs, draw, size, family, tmp_path
         assert row["paper_k"] == expected["paper_k"]
         # two ranks are swapped
         assert row["paper_mean_tau"] == pytest.approx(expected["paper_mean_tau"], abs=2e-3)
+        assert row["released_k"] == released_test(base, suspect)["released_k"]
 
 
 def test_identify_names_the_seed(tmp_path):
@@ -186,20 +187,17 @@ def runs(tmp_path_factory):
     return root
 
 
-# of a run, its birth is compared with the birth only; else, its last checkpoint
-@pytest.mark.parametrize("stranger, steps_of_stranger", [(None, {}), ("b", {0: 0, 1: 15, 20: 15})])
-def test_persistence(stranger, steps_of_stranger, runs, tmp_path):
+def test_persistence(runs, tmp_path):
     tokens = random_tokens(0, range(40), 9, 300)
     birth = last_states(runs / "a" / "step_0000000", tokens)
     chosen = (-birth.mean(0)).argsort()[:32]
-    more = ["--stranger", runs / stranger] if stranger else []
-    result, _ = run(runs / "a", *OUTPUTS, *more, out=tmp_path, script="reproduce.persistence")
+    words = ("persistence", runs / "a", "--stranger", runs / "b", *OUTPUTS)
+    result, _ = run(*words, out=tmp_path, script="reproduce.lineage")
     rows = {row["step"]: row for row in result["rows"]}
     assert list(rows) == list(STEPS)
     for step, row in rows.items():
         folders = {"": runs / "a" / f"step_{step:07}"}
-        if stranger:
-            folders["stranger_"] = runs / stranger / f"step_{steps_of_stranger[step]:07}"
+        folders["stranger_"] = runs / "b" / f"step_{0 if step == 0 else 15:07}"
         for prefix, folder in folders.items():
             outputs = last_states(folder, tokens)
             taus = kendall(birth, outputs, chosen)
@@ -209,11 +207,9 @@ def test_persistence(stranger, steps_of_stranger, runs, tmp_path):
         assert abs(row["stranger_mean_tau"]) < 0.2
     taus = [row["mean_tau"] for row in rows.values()]
     assert taus[0] == pytest.approx(1, abs=1e-12) and 1 > taus[1] > taus[2] > 0.1
-    if not stranger:  # one newborn for all steps
-        assert len({row["stranger_mean_tau"] for row in rows.values()}) == 1
-        pair = [runs / "a" / f"step_{step:07}" for step in (0, 20)]
-        (paper,) = run("paper", *pair, *OUTPUTS, out=tmp_path)[0]["rows"]
-        assert all(rows[20][key] == paper[key] for key in ("paper_t_p", "paper_u_p"))
+    pair = [runs / "a" / f"step_{step:07}" for step in (0, 20)]
+    (paper,) = run("paper", *pair, *OUTPUTS, out=tmp_path)[0]["rows"]
+    assert all(rows[20][key] == paper[key] for key in ("paper_t_p", "paper_u_p"))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +239,8 @@ def test_models_that_do_not_fit(family, runs, tmp_path):
         ([runs / "one"], "step_0000000"),
         (["nothing/here"], "step_0000000"),
     ):
-        assert_refused(run_here("reproduce.persistence", *words, "--out", tmp_path / "out"), expected)
+        words = ("persistence", *words, "--out", tmp_path / "out")
+        assert_refused(run_here("reproduce.lineage", *words), expected)
     # units can be compared, coordinates cannot
     (row,) = run("matrix", base, narrow, out=tmp_path)[0]["rows"]
     assert row["verdict"] == "no evidence" and row["body_z"] is None

@@ -23,7 +23,6 @@ from lib.random import random_tokens
 from measure import attention
 from measure.units import Activity, observe, zero_units
 from reproduce.interventions import cases_and_controls, num_needed
-from reproduce.uses import rounded_inputs
 from sinks import TransplantSettings, alpha_and_loss, effects, transplants
 from sources import checkpoint
 
@@ -58,29 +57,6 @@ def test_constants_in_some_layers():
     assert torch.equal(seen[1], seen_there[1]) and not torch.equal(seen[2], seen_there[2])
     alpha = attention.attention_to(changed, tokens, (0,))
     assert (alpha[:, [0, 2]] == 0).all() and (alpha[:, 1] > 0).all()
-
-
-@pytest.mark.parametrize("scale", ["tensor", "token"])
-def test_rounded_inputs_by_hand(scale):
-    """What reaches a projection has 255 levels, and is within half a step of what would have reached it."""
-    model = random_model(KINDS["llama"])
-    tokens = random_tokens(0, range(3), 10, 97)
-    read = []
-    query = model.model.layers[0].self_attn.q_proj
-    handle = query.register_forward_hook(lambda module, inputs, output: read.append(inputs[0]))
-    with torch.inference_mode():
-        model.hidden(tokens)
-        with rounded_inputs(model, scale, 10):
-            model.hidden(tokens)
-        model.hidden(tokens)
-    handle.remove()
-    plain, rounded, after = read
-    assert torch.equal(plain, after)
-    for sequence, levels in zip(plain.double(), rounded.double()):
-        largest = sequence.abs().amax(1, keepdim=True) if scale == "token" else sequence.abs().max()
-        steps = levels / largest * 127
-        assert (steps - steps.round()).abs().max() < 1e-3 and steps.abs().max() < 127.01  # float32 divisions
-        assert ((sequence - levels).abs() <= 0.501 * largest / 127).all()
 
 
 def test_effects_against_a_plain_recomputation():
