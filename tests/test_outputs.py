@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from seedprint import kendall, null_taus, paper_test
+from seedprint import kendall, null_taus, paper_test, released_test
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
@@ -74,3 +74,33 @@ def test_too_few_dimensions_say_nothing(k):
     b = normal(2, 10, 4) + 9 * np.array([0, k, 1, 1 - k])
     result = paper_test(a, b)
     assert (result["paper_t_p"], result["paper_u_p"], result["paper_k"]) == (1.0, 1.0, k)
+
+
+def released_by_hand(a: np.ndarray, b: np.ndarray, count: int) -> tuple[int, float, float]:
+    """k, z and p of the `count` lowest dimensions, column by column."""
+    both = sorted(set(a.mean(0).argsort()[:count]) & set(b.mean(0).argsort()[:count]))
+    shares = [scipy.special.softmax(x[:, both].astype(np.float64) / 10, axis=1) for x in (a, b)]
+    taus = [tau_b(x, y) for x, y in zip(shares[0].T, shares[1].T)]
+    n, k = len(a), len(both)
+    z = np.mean(taus) * np.sqrt(k) / np.sqrt(2 * (2 * n + 5) / (9 * n * (n - 1)))
+    return k, z, min(1, 2 * (1 - scipy.stats.norm.cdf(z)))
+
+
+# of 4,500 dimensions 400 count, of 300 thirty
+@pytest.mark.parametrize("n, d, count, share", [(50, 300, 30, 0.3), (50, 300, 30, 0), (12, 4500, 400, 0.3)])
+def test_released_test_by_hand(n, d, count, share):
+    a = normal(5, n, d) + 2 * normal(6, d)
+    b = share * a + normal(7, n, d) + 2 * normal(6, d)
+    found = released_test(a.astype(np.float32), b.astype(np.float32))
+    k, z, p = released_by_hand(a, b, count)
+    assert found["released_k"] == k > 10
+    assert found["released_z"] == pytest.approx(z, rel=1e-3, abs=1e-3)  # two float32 ranks may be swapped
+    assert found["released_p"] == pytest.approx(p, rel=0.05, abs=1e-9)
+    assert (p < 0.01) == (share > 0)
+
+
+def test_no_shared_dimension_is_no_evidence():
+    """Of 20 dimensions two count, and the models' are others."""
+    a = normal(1, 10, 20) - 9 * np.isin(range(20), (0, 1))
+    b = normal(2, 10, 20) - 9 * np.isin(range(20), (2, 3))
+    assert released_test(a, b) == {"released_k": 0, "released_z": 0, "released_p": 1}
