@@ -28,7 +28,6 @@ BFLOAT16 = "--dtype bfloat16"
 LONG = "--num-sequences 16 --sequence-length 64 512"
 TRANSPLANT = "-m reproduce.interventions transplant"
 FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} --num-sequences 12"
-COMPARE = "seedprint.py compare --neurons"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "probe": "probe.py --seed 42 43",
     "ten_thousand/probe": f"probe.py --seed 42 --num-sequences 10000 {BFLOAT16}",
@@ -50,7 +49,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "lineage": "-m reproduce.lineage tables runs/lineage",
     "text": "-m reproduce.text",
     "birth": "-m reproduce.text birth",
-    "compare": f"{COMPARE} tiny_llama@1000 {LLAMA}-1000 {LLAMA}-123 tiny_llama@123:1000",
+    "compare": f"seedprint.py compare --neurons tiny_llama@1000 {LLAMA}-1000 {LLAMA}-123 tiny_llama@123:1000",
     "disguised/compare": "seedprint.py compare tiny_llama@42 disguised tiny_llama@7",
     "matrix": f"seedprint.py matrix --neurons tiny_llama@1000 tiny_llama@123 {LLAMA}-1000 {LLAMA}-123",
     "identify": f"seedprint.py identify {LLAMA}-1000",

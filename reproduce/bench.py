@@ -22,12 +22,7 @@ from model import PRESETS, ModelConfig
 from sources.checkpoint import config_json
 
 CASES = (("tiny_llama", 32, 256), ("nano_llama", 4, 512))  # preset, sequences in a batch, tokens in each
-GPU_CASES = (
-    ("llama_60m", 16, 2048),
-    ("llama_60m", 32, 2048),
-    ("nano_gpt2", 16, 1024),
-    ("nano_gpt2", 32, 1024),
-)
+GPU_CASES = (("llama_60m", 32, 2048), ("nano_gpt2", 32, 1024))
 ROUNDS = 5  # steps of each; the median counts
 
 

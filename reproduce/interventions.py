@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import sinks
-from lib.figures import curves, short_names
+from lib.figures import curves
 from lib.random import keyed_generator
 from lib.results import interval
 from lib.runtime import progress
@@ -53,14 +53,10 @@ def intervene(settings: InterveneSettings):
     columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "fires")
     result = experiment.save(**lists, columns=(*columns, "alpha_k_firing", "alpha_k_off"))
     factor = max(settings.factor)
-    first_model = lists["rows"][0]["checkpoint"]
-    shown = []
-    for point in lists["points"]:
-        if point["checkpoint"] == first_model and point["factor"] in (None, factor):
-            shown.append(point | {"changed in layer": point["changed"]})
-    (name,) = short_names([first_model])
-    question = f"Where the first builder of {name} is active at position {k}, is that a sink? (a point per "
-    question += f"sequence; a factor of {factor:g} in all layers can break a model: attention rises anyhow)"
+    points = [point | {"changed in layer": point["changed"]} for point in lists["points"]]
+    shown = [point for point in points if point["factor"] in (None, factor)]
+    question = f"Where the first builder is active at position {k}, is that a sink? (a point per sequence; "
+    question += f"a factor of {factor:g} in all layers can break a model: attention rises anyhow)"
     keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed in layer"}
     labels = {"xlabel": f"|activation| of the first builder at {k}", "ylabel": f"attention to position {k}"}
     curves(shown, experiment.folder / "intervene.png", question, **keys, style="o", log="x", **labels)
@@ -150,7 +146,7 @@ def ablations(settings: Settings, spec, model):
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens)
     dimension = activity.dimension(activity.layer)
-    count = num_needed(activity, activity.layer, share=0.99)
+    count = num_needed(activity, activity.layer)
     builders = activity.builders(activity.layer, min(MOST_BUILDERS, count))
     sets = sets_of_units(settings, activity, builders)
     num_bos = 0 if bos_of(settings, spec) is None else 1
@@ -180,7 +176,7 @@ def ablations(settings: Settings, spec, model):
     return {"rows": rows}
 
 
-def num_needed(activity, layer, share):
+def num_needed(activity, layer, share=0.99):
     """The number of builders that make a share of the sink's dimension after a layer."""
     added = torch.cat(list(activity.contributions(layer, layer).values())).clamp(min=0)
     sums = added.sort(descending=True).values.cumsum(0)
@@ -225,11 +221,6 @@ def bos(settings: Settings):
     return result
 
 
-def attention_of(model, tokens, position):
-    """alpha_k of every head, (n, L, H), for any number of sequences (n, T)."""
-    return torch.cat([attention_to(model, part, (position,))[..., 0] for part in batches(tokens)])
-
-
 def with_and_without_bos(settings: Settings, spec, model):
     """A row for each case and layer that attends: mean attention to a position, share of heads that sink."""
     if settings.sequence_length <= ELSEWHERE:
@@ -252,7 +243,8 @@ def with_and_without_bos(settings: Settings, spec, model):
     }
     rows = []
     for kind, (reader, tokens, place) in progress(cases.items(), desc="bos", unit=" cases", leave=False):
-        for layer, alpha in enumerate(attention_of(reader, tokens, place).unbind(1), start=1):  # (n, H)
+        alphas = [attention_to(reader, part, (place,)) for part in batches(tokens)]  # (B, L, H, 1) each
+        for layer, alpha in enumerate(torch.cat(alphas).unbind(1), start=1):
             row = {"kind": kind, "place": place, "layer": layer, "alpha": alpha.mean().item()}
             rows.append(row | {"sink_rate": (alpha > EPSILON).float().mean().item()})
     return {"rows": rows}
@@ -273,7 +265,7 @@ def cases_and_controls(seed, model, moved, activity, others, bos):
     tokens = others.unique().tolist()
     for token in (tokens[len(tokens) // 4], tokens[3 * len(tokens) // 4]):
         cases.append(Case(f"token in front: {token}", model, prefix=[token]))
-    builders = activity.builders(activity.layer, num_needed(activity, activity.layer, share=0.99))
+    builders = activity.builders(activity.layer, num_needed(activity, activity.layer))
     if set(builders) != set(cases[1].at_zero):
         cases.append(Case("builders of 99 % at zero", model, builders, cases[0].prefix))
 

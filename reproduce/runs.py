@@ -66,8 +66,11 @@ def train_named(settings: Settings) -> None:
         for folder in folders:
             words = ["train.py", *shlex.split(RUNS[folder]), "--out", folder, "--resume"]
             print(shlex.join(["python", *words]), flush=True)
-            is_well = run(words, OMP_NUM_THREADS="1")
-            if not (is_well and has_ended(folder)):
+            has_ended = run(words, OMP_NUM_THREADS="1")
+            if has_ended:  # a signal stops train.py early, without an error
+                last = read_json(Path(folder, "settings.json"))["max_iters"]
+                has_ended = Path(folder, f"step_{last:07}").exists()
+            if not has_ended:
                 raise UserError(f"{folder} did not end: the same command resumes it")
 
 
@@ -80,12 +83,6 @@ def run(words, **environment):
         process.terminate()  # a training finishes its step, and saves
         process.wait()
         raise
-
-
-def has_ended(folder):
-    """Is a run's last step there? A signal stops train.py early, without an error."""
-    last = read_json(Path(folder, "settings.json"))["max_iters"]
-    return Path(folder, f"step_{last:07}").exists()
 
 
 COMMANDS = {"": Command(train_named, Settings())}

@@ -34,8 +34,7 @@ from sources.runs import read_rows, write_log
 
 TEXT = "results/text"  # folder of the records
 CONFIG = "text_sink"  # of the runs that are compared; others are its variants
-LARGEST_SHARE = 0.99  # of the dimension that the builders make together,
-MOST_BUILDERS = 8  # unless that takes more neurons
+MOST_BUILDERS = 8  # unless fewer make 99 % of the dimension
 LINKS = {  # columns, and their names in the figure
     "builders": "builders: activation at position 1",
     "dimension": "their dimension at position 1",
@@ -142,7 +141,7 @@ def born(run):
     end = checkpoint.load(steps[-1])
     activity = observe(end, tokens)
     layer = activity.layer
-    builders = activity.builders(layer, min(MOST_BUILDERS, num_needed(activity, layer, LARGEST_SHARE)))
+    builders = activity.builders(layer, min(MOST_BUILDERS, num_needed(activity, layer)))
     alpha = attention.attention_to(end, tokens)[..., 0].mean(0)  # (L, H)
     is_sink = alpha >= alpha.max().clamp(max=attention.EPSILON)  # at least the largest
     heads = [(place + 1, head) for place, head in is_sink.nonzero().tolist()]  # layers from 1
@@ -157,16 +156,14 @@ def born(run):
 
 
 def links_of(model, tokens, sink, builders):
-    """A number for each of LINKS in a step's model, and for the builders at other positions."""
+    """A number for each of LINKS in a step's model, its disparity and its sink rate."""
     activity = observe(model, tokens, with_chain=True)
     at_1 = [activity.at_1[layer][unit] for layer, unit in builders]
-    elsewhere = [activity.elsewhere[layer][unit] for layer, unit in builders]
     sink_layers, heads = np.array(sink["heads"]).T
     alignments = [activity.of["key_alignment"][one][1:] for one in np.unique(sink_layers)]
     found, alpha = attention.sink_statistics(model, tokens)  # alpha (n, L, H)
     return {
         "builders": torch.stack(at_1).abs().mean().item(),
-        "builders_elsewhere": torch.stack(elsewhere).mean().item(),
         "dimension": activity.state[sink["layer"], sink["dimension"]].abs().item(),
         "disparity": activity.disparity[sink["layer"]].item(),
         "norm_ratio": found["norm_ratio"],
