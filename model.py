@@ -272,7 +272,7 @@ class Transformer(nn.Module):
         V, d = config.vocab_size, config.d_model
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = NORMS[config.norm](d, eps=config.norm_epsilon)
-        table = torch.empty(V, d)  # nn.Embedding would draw weights, and import torch._dynamo
+        table = torch.full((V, d), torch.nan)  # nn.Embedding would draw weights, and import torch._dynamo
         embedding = nn.Embedding.from_pretrained(table, freeze=False)
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)  # None: stays tied
