@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 contraction.py cure --seed {0..99}
 
 `layers` shows that MLPs begin the contraction; it reads Gaussian vectors with the standard deviation of
-embeddings, 0.02 (BB 4.1). `cure` tries models that do not contract. Eight more experiments:
+embeddings, 0.02 (BB 4.1). `cure` tries models that do not contract. Seven more experiments:
 reproduce/mechanisms.py.
 """
 

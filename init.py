@@ -30,9 +30,11 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lib.random import keyed_generator, written_parameters
+from lib.random import keyed_generator
+from lib.settings import UserError
 from model import PRESETS, ModelConfig, Transformer
 
 SCHEMES = ("gpt2", "normal", "centered")
@@ -74,12 +76,25 @@ def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, sch
 
 
 def births(config: ModelConfig, seed, embedding_seed=None, scheme="gpt2"):
-    """By name, functions that return the initial value of each parameter."""
+    """By name, functions that return the initial value of each parameter; UserError if model.py draws one."""
+    with torch.random.fork_rng(devices=()), register_module_parameter_registration_hook(without_numbers):
+        written, again = Transformer(config), Transformer(config)  # which differ in what is drawn
     values = {}
-    for name, written in written_parameters(lambda: Transformer(config)):
-        draw = partial(birth_value, config, name, written.shape, seed, embedding_seed, scheme)
-        values[name] = draw if written.is_meta or written.isnan().all() else written.detach
+    for (name, constant), other in zip(written.named_parameters(), again.parameters()):
+        if constant.is_meta or constant.isnan().all():
+            values[name] = partial(birth_value, config, name, constant.shape, seed, embedding_seed, scheme)
+        elif torch.equal(constant, other):
+            values[name] = constant.detach
+        else:
+            hint = "write a constant, or NaN for N(0, 0.02^2)"
+            raise UserError(f"{name}: its constructor draws it, and no seed gives that again: {hint}")
     return values
+
+
+def without_numbers(module, name, parameter):
+    """The parameter of a linear map or an embedding, on meta; None, for no change, of another module."""
+    if isinstance(module, nn.Linear | nn.Embedding) and parameter is not None:
+        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
 
 
 def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype=torch.float32):

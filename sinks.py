@@ -28,15 +28,12 @@ from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
 from measure.attention import EPSILON, sink_share, sink_statistics
 from measure.figures import draw_chain, draw_heads, draw_transplants
-from measure.units import normed_disparity, observe, watch, zero_units
+from measure.units import COLUMNS, normed_disparity, observe, watch, zero_units
 from model import Transformer
 from sources.checkpoint import check_lengths, shortest_context, specs_of
 from sources.inputs import TextSettings, bos_of, read_tokens, text_of
-from sources.tokenizers import load_tokenizer
 
-# The first prediction sees one token, so anything in front of the text helps it; the next seven see two to
-# eight. Models with and without something in front are compared from the ninth prediction on.
-PREDICTIONS = (slice(0, 1), slice(1, 8), slice(8, None))
+EARLY = 8  # predictions that see few tokens, so that anything in front of the text helps them
 MAPS = {  # what is drawn by head of a case of `transplant`: attention to position 1, then to the constant
     "unchanged": ("as it is, to position 1",),
     "moved": ("with constants, to position 1", "with constants, to the constant"),
@@ -70,6 +67,7 @@ class TransplantSettings(Settings):
     save: str | None = None  # new .safetensors file for the constants
 
 
+@torch.inference_mode()
 def measure_models(name, paper, settings: Settings, measure, *more):
     """Call `measure(settings, spec, model, *more)` for each model; returns (experiment, lists of rows)."""
     specs = specs_of(settings.model, settings.seed)
@@ -82,16 +80,12 @@ def measure_models(name, paper, settings: Settings, measure, *more):
         if spec.tokenizer_file and not spec.is_ours:
             from strangers.check import note_bos  # imports transformers, as the model did
 
-            note_bos(spec.tokenizer_file, load_tokenizer(str(spec.tokenizer_file)).adds_bos)
+            note_bos(spec.tokenizer_file)
         for key, rows in measure(experiment.settings, spec, model, *more).items():
             lists[key] += [named | row for row in rows]
     return experiment, lists
 
 
-# ---- where: the sink rate ----------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
 def rate(settings: RateSettings):
     """Where does attention sink? The sink rate by length, and alpha_1 of each head (BB Figure 12; minutes)"""
     experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
@@ -111,18 +105,13 @@ def sink_rates(settings: RateSettings, spec, model):
     for T in progress(lengths, desc="rate", unit=" lengths", leave=False):
         tokens = read_tokens(settings, spec, T)
         row, alpha = sink_statistics(model, tokens, range(2, T // 2 + 1))  # alpha (n, L, H)
-        everywhere = (1 / torch.arange(1, T + 1).double()).mean().item()  # if all queries see position 1
-        uniform = [*model.uniform.values()] or [everywhere]  # alpha_1 of uniform attention, by layer
-        windowed = [seen[..., 0].min().item() < T for seen in model.seen.values()]
-        row |= {"sequence_length": T, "epsilon": EPSILON, "uniform_alpha1": np.mean(uniform).item()}
-        row["windowed_layers"] = np.mean(windowed or [False]).item()  # share: not all see position 1 there
+        seen = model.seen or dict.fromkeys(range(1, alpha.shape[1] + 1), T)  # by layer: who see position 1
+        uniform = [(1 / np.arange(1, count + 1)).mean() for count in seen.values()]  # they see all before
+        row |= {"sequence_length": T, "epsilon": EPSILON, "uniform_alpha1": np.mean(uniform)}
+        row["windowed_layers"] = np.less([*seen.values()], T).mean()  # share: not all see position 1 there
         rows.append(row | interval(sink_share(alpha), "sink_rate", 0, 1))
-        layers = [*model.seen] or [*range(1, alpha.shape[1] + 1)]
-        heads.append({"sequence_length": T, "layers": layers, "alpha1": alpha.mean(0).tolist()})
+        heads.append({"sequence_length": T, "layers": [*seen], "alpha1": alpha.mean(0).tolist()})
     return {"rows": rows, "heads": heads}
-
-
-# ---- why: the anatomy of position 1 ------------------------------------------------------------------------
 
 
 def anatomy(settings: Settings):
@@ -134,14 +123,11 @@ def anatomy(settings: Settings):
     for row in lists["layers"]:
         if row["builders"]:
             print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
-    columns = ("checkpoint", "layer", "disparity", "massive", "norm_ratio", "value_ratio", "key_alignment")
-    columns += ("effective_rank", "output_tau", "alpha1")
-    result = experiment.save(**lists, columns=columns, shown=lists["layers"])
+    result = experiment.save(**lists, columns=("checkpoint", "layer", *COLUMNS), shown=lists["layers"])
     draw_chain(experiment.folder / "anatomy.png", lists["rows"])
     return result
 
 
-@torch.inference_mode()
 def anatomy_rows(settings: Settings, spec, model):
     """A row for each layer and position, for each layer, for each builder and remover, and for the model."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
@@ -154,9 +140,6 @@ def anatomy_rows(settings: Settings, spec, model):
     return {"rows": rows, "layers": layers, "builders": activity.describe(units), "models": [about]}
 
 
-# ---- what moves it: a constant key and value ---------------------------------------------------------------
-
-
 @dataclass
 class Case:
     """A model, and what is changed in it and in front of the text that it reads."""
@@ -166,15 +149,10 @@ class Case:
     at_zero: list = field(default_factory=list)  # ablated neurons, (layer, unit) each
     prefix: list = field(default_factory=list)  # tokens in front of the text
 
-    def reading(self, text):
-        """The tokens that the model reads, (n, T) or (n, 1 + T), for a text (n, T)."""
-        return torch.cat((text.new_tensor(self.prefix).expand(len(text), -1), text), dim=1)
-
 
 def transplant_cases(model, moved, activity, others, bos):
-    """The model unchanged, with builders ablated, with constants, with both, or with a token in front.
+    """A model trained with BOS reads it in the first two cases; later constants or a token replace it.
 
-    A model trained with BOS reads BOS in the first two cases; in the others constants or a token replace it.
     A token in front, like a constant, gives the text's first token something to attend to, so losses are best
     compared with that case.
     """
@@ -204,7 +182,6 @@ def transplant(settings: TransplantSettings, cases_of=transplant_cases):
     return result
 
 
-@torch.inference_mode()
 def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_cases):
     """Rows for each length and case, also by layer, and attention by head to position 1 and the constant."""
     check_lengths(settings.sequence_length, spec.config.context_length - 1)  # 1 less, for a token in front
@@ -223,8 +200,9 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
         cases = cases_of(model, moved, activity, others, bos)
         for case in progress(cases, desc="transplant", unit=" cases", leave=False):
             key = {"kind": case.kind, "sequence_length": T}
+            read = torch.cat((text.new_tensor(case.prefix).expand(len(text), -1), text), dim=1)
             with case.model.hidden_units(zero_units(case.at_zero)):
-                row, largest, by_head = effects(case.model, case.reading(text), builder, len(case.prefix))
+                row, largest, by_head = effects(case.model, read, builder, len(case.prefix))
             lists["rows"].append(key | row)
             lists["layers"] += [key | {"layer": layer, "largest": size} for layer, size in largest.items()]
             for kind, alpha in zip(MAPS.get(case.kind, ()), by_head.unbind(-1)):  # alpha (L, H)
@@ -242,8 +220,7 @@ def split_windows(settings: TransplantSettings, spec, T):
 def effects(model: Transformer, tokens: torch.Tensor, builder, before):
     """A row about a model's sink on tokens (n, T); the stream's largest |number| by layer; alpha by head.
 
-    The first `before` tokens precede the text. If there are any, position 1 is the first of them, but losses
-    are still those of the text alone. The last is the mean alpha_1 and alpha_0, (L, H, 2).
+    The first `before` tokens precede the text: position 1 is the first of them, losses are of the text alone.
     """
     means = attention.Means(len(tokens))
     largest = defaultdict(float)  # by layer
@@ -254,9 +231,8 @@ def effects(model: Transformer, tokens: torch.Tensor, builder, before):
             means.add("disparity", layer, attention.disparity(x[:, 0]))
 
     with watch(model, builder) as activations:
-        later = range(2, tokens.shape[1] // 2 + 1)
-        alphas, losses = alpha_and_loss(model, tokens, on_state, before, later)
-    by_head = alphas[..., :2].mean(0)
+        alphas, losses = alpha_and_loss(model, tokens, on_state, before, range(2, tokens.shape[1] // 2 + 1))
+    by_head = alphas[..., :2].mean(0)  # alpha_1 and alpha_0, (L, H, 2)
     row = {
         "sink_rate": sink_share(alphas[..., 0]).mean().item(),
         "other_sink_rate": sink_share(alphas[..., 3:].amax(-1)).mean().item(),
@@ -274,11 +250,10 @@ def effects(model: Transformer, tokens: torch.Tensor, builder, before):
 def alpha_and_loss(model, tokens: torch.Tensor, on_state=None, before=0, others=()):
     """alpha_1, alpha_0, alpha_-1 and K others, (n, L, H, 3 + K), of tokens (n, T); mean losses in nats.
 
-    alpha_0 is the attention to a constant, alpha_-1 to a learned sink. The first `before` tokens precede the
-    text. The first prediction is always that of the text's second token.
+    The first `before` tokens precede the text, whose second token is always the first that is predicted.
     """
     alphas = []
-    totals = torch.zeros(len(PREDICTIONS), dtype=torch.float64)
+    totals = np.zeros(2)  # of early predictions, and of the others
 
     def on_heads(layer, heads, q, k, v, alpha):
         by_layer.append(alpha((1, 0, -1, *others)).cpu())
@@ -287,14 +262,13 @@ def alpha_and_loss(model, tokens: torch.Tensor, on_state=None, before=0, others=
         by_layer = []
         states = model.hidden(part, on_heads=on_heads, on_state=on_state)[:, before:-1]
         targets = part[:, before + 1 :]
-        for place, some in enumerate(PREDICTIONS):
+        for place, some in enumerate((slice(EARLY), slice(EARLY, None))):
             chosen = states[:, some].flatten(0, 1)
             totals[place] += model.summed_loss(chosen, targets[:, some].flatten()).item()
         alphas.append(torch.stack(by_layer, dim=1))
     n, count = len(tokens), targets.shape[1]  # count: predictions of a sequence
-    losses = {"loss": totals.sum().item() / (n * count), "loss_first": totals[0].item() / n}
-    losses["loss_from_ninth"] = totals[2].item() / (n * (count - 8)) if count > 8 else None
-    return torch.cat(alphas), losses
+    later = totals[1] / (n * (count - EARLY)) if count > EARLY else None
+    return torch.cat(alphas), {"loss": totals.sum() / (n * count), "loss_from_ninth": later}
 
 
 COMMANDS = {

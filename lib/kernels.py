@@ -27,23 +27,13 @@ def rotate(x, cos, sin):
 def causal_attention(q, k, v):
     """Causal attention of q (B, H, T, Dh) on k and v (B, G, T, Dh), the fastest way on a CPU."""
     T = q.shape[2]
-    grouped = k.shape[1] < q.shape[1]
-    if T == 1:  # the last position's query sees every key
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
-    if T <= 512 and not q.requires_grad:
-        return halved_attention(q, k, v)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-
-
-def halved_attention(q, k, v):
-    """Causal attention in two halves, because the fused kernel skips masked keys in blocks of 512 only."""
-    T = k.shape[2]
-    half = T // 2
-    grouped = k.shape[1] < q.shape[1]
-    first = [x[:, :, :half] for x in (q, k, v)]
-    early = F.scaled_dot_product_attention(*first, is_causal=True, enable_gqa=grouped)
+    attend = functools.partial(F.scaled_dot_product_attention, enable_gqa=k.shape[1] < q.shape[1])
+    if T == 1 or T > 512 or q.requires_grad:
+        return attend(q, k, v, is_causal=T > 1)  # a single query is the last: it sees every key
+    half = T // 2  # in two halves, since the fused kernel skips masked keys in blocks of 512 only
+    early = attend(*[x[:, :, :half] for x in (q, k, v)], is_causal=True)
     mask = torch.ones(T - half, T, dtype=torch.bool).tril(half)  # (T - half, T)
-    late = F.scaled_dot_product_attention(q[:, :, half:], k, v, attn_mask=mask, enable_gqa=grouped)
+    late = attend(q[:, :, half:], k, v, attn_mask=mask)
     return torch.cat((early.transpose(1, 2), late.transpose(1, 2)), dim=1).transpose(1, 2)
 
 

@@ -4,10 +4,6 @@ import hashlib
 
 import numpy as np
 import torch
-from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
-
-from lib.settings import UserError
 
 
 def keyed_generator(*key) -> np.random.Generator:
@@ -36,20 +32,3 @@ def random_vectors(input_seed, indices, T, d, std=0.02):
     generators = sequence_generators("vectors", input_seed, indices)
     vectors = [generator.standard_normal((T, d), np.float32) for generator in generators]
     return torch.from_numpy(np.stack(vectors)).mul_(std)
-
-
-def written_parameters(build):
-    """Yield names and parameters as constructors write them, matrices on meta; UserError for a drawn one."""
-    with torch.random.fork_rng(devices=()), register_module_parameter_registration_hook(without_numbers):
-        models = [build(), build()]  # which differ in what is drawn
-    for (name, first), (_, second) in zip(*[model.named_parameters() for model in models]):
-        if not (first.is_meta or torch.equal(first, second) or first.isnan().all()):
-            hint = "write a constant, or NaN for N(0, 0.02^2)"
-            raise UserError(f"{name}: its constructor draws it, and no seed gives that again: {hint}")
-        yield name, first
-
-
-def without_numbers(module, name, parameter):
-    """The parameter of a linear map or an embedding, on meta; None, for no change, of another module."""
-    if isinstance(module, nn.Linear | nn.Embedding) and parameter is not None:
-        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)

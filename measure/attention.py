@@ -18,10 +18,7 @@ EPSILON = 0.3  # a sink head has an alpha_1 above this (arXiv 2410.10781)
 
 @torch.inference_mode()
 def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=None) -> Tensor:
-    """alpha_k of every head, (B, L, H, K), for tokens (B, T) and K positions.
-
-    Position 0 is a constant, and our own explicit sink; -1 is a stranger's learned sink.
-    """
+    """alpha_k, (B, L, H, K), of tokens (B, T) and K positions: 0 is a constant, -1 a learned sink."""
     layers = []
 
     def watch(layer, heads, q, k, v, alpha):
@@ -143,12 +140,9 @@ def with_constants(model, constants):
         return model.with_constants(constants)
     other = variant(model, explicit_sink=True)
     for layer, block in enumerate(other.blocks, start=1):
-        attends = block.self_attn
-        attends.sink_key = attends.sink_value = None
-        if layer in constants:
-            like = attends.k_proj.weight
-            pair = [torch.nn.Parameter(x.flatten().to(like, copy=True)) for x in constants[layer]]
-            attends.sink_key, attends.sink_value = pair
+        attends, like = block.self_attn, block.self_attn.k_proj.weight
+        pair = [torch.nn.Parameter(x.flatten().to(like, copy=True)) for x in constants.get(layer, ())]
+        attends.sink_key, attends.sink_value = pair or (None, None)
     return other
 
 

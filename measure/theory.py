@@ -92,7 +92,7 @@ def scales(S, epsilon=0.0):
     return D.outer(D).sqrt()
 
 
-def covariances(config, T, scheme="gpt2", residual=True):
+def covariances(config, T, scheme="gpt2"):
     """Yield S and R, (2, T, T), before and after each block of a wide model (gated MLPs keep terms of 1/d).
 
     S_ij is the covariance of positions i and j in one sequence, R_ij that of position i in one sequence and
@@ -104,8 +104,7 @@ def covariances(config, T, scheme="gpt2", residual=True):
         MLP:        S += g_m kappa(C)           kappa(C) = sum_n k_n C^n
 
     R takes the same three steps, with the D of S. Products with M (see `average`) are matrix products; every
-    other product and power is entry by entry. The gains g_a and g_m, and v = e^(t^2) - 1, are explained
-    below. residual=False: a sublayer replaces the stream.
+    other product and power is entry by entry. The gains g_a and g_m, and v = e^(t^2) - 1, come below.
     """
     d = config.d_model
     residual_variance = residual_std(config, scheme) ** 2
@@ -128,10 +127,10 @@ def covariances(config, T, scheme="gpt2", residual=True):
             # v C (M C^2 M^T). Dividing each query's weights by their sum loses about v C (M C M^T)^2.
             uniform = average(C)  # M C M^T
             uneven = average(C * C) - uniform * uniform
-            both = residual * both + g_a * (uniform + v * C * uneven)
+            both = both + g_a * (uniform + v * C * uneven)
         if config.sublayers != "attention":
             C = both / scales(both[0], config.norm_epsilon)
-            both = residual * both + g_m * torch.from_numpy(polyval(C.numpy(), k.numpy()))
+            both = both + g_m * torch.from_numpy(polyval(C.numpy(), k.numpy()))
         yield both
 
 

@@ -11,11 +11,11 @@
 
 import contextlib
 import math
-from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_hook
 
 from measure.attention import TINY, Means, batches, check_seen, disparity, ratio_of_first
 
@@ -51,7 +51,6 @@ class Activity(Means):
     def __init__(self, model, tokens: Tensor):
         super().__init__(len(tokens))
         self.model = model
-        self.tokens = tokens
 
     def see_units(self, layer, units, offset) -> None:
         self.add("at_1", (layer, offset), units[:, 0].float())
@@ -59,16 +58,15 @@ class Activity(Means):
 
     def see_first(self, layer, x) -> None:
         self.add("state_1", layer, x[:, 0].float())
-        self.add("disparity_1", layer, disparity(x[:, 0]))
+        self.add("disparity", layer, disparity(x))  # (T,)
 
     def see_stream(self, layer, x) -> None:
         self.see_first(layer, x)
         if layer > 0:  # 0 is the input
             flat = x.flatten(0, 1).double()  # (B T, d)
+            sizes = x.float().abs()
             self.add("norm", layer, x.float().norm(dim=2))  # (T,)
             self.add("norm_ratio", layer, ratio_of_first(x))
-            self.add("disparity", layer, disparity(x))  # (T,)
-            sizes = x.float().abs()
             least = sizes.flatten(1).median(1).values.mul(1000).clamp(min=100)[:, None]  # arXiv 2402.17762
             self.add("massive", layer, (sizes.amax(2) >= least).sum(1).float())
             self.add("mean", layer, x.double().mean(1))  # over positions, (d,)
@@ -84,12 +82,11 @@ class Activity(Means):
     def finish(self) -> None:
         """Join parts, and compute the links that are not means."""
         self.state = self.stack("state_1")  # the mean stream at position 1, (L + 1, d), the input first
-        self.disparity = self.stack("disparity_1")  # of that stream, (L + 1,)
+        self.disparity = self.stack("disparity")[:, 0]  # of that stream, (L + 1,)
         self.at_1 = self.joined("at_1")  # by layer: activations at position 1, (d_ff,)
         self.elsewhere = self.joined("elsewhere")  # |activations| at the other positions
         for layer in self.of["heads"]:
-            std = self.std(layer)  # (T,)
-            self.of["std"][layer] = std
+            self.of["std"][layer] = std = self.std(layer)  # (T,)
             self.of["std_ratio"][layer] = std[0] / std[1:].median()
             self.of["alpha1"][layer] = self.of["alpha"][layer][0]
             self.of["key_alignment"][layer] = self.of["key"][layer].norm(dim=2).mean(0)  # (T,)
@@ -200,16 +197,14 @@ def observe(model, tokens: Tensor, with_chain=False) -> Activity:
     """The Activity of a model on tokens (n, T); UserError if its states or neurons cannot be seen."""
     check_seen(model, "states", "units")
     activity = Activity(model, tokens)
-    watchers = {"on_state": activity.see_first}
-    if with_chain:
-        watchers = {"on_state": activity.see_stream, "on_heads": activity.see_heads}
+    on_state = activity.see_stream if with_chain else activity.see_first
+    on_heads = activity.see_heads if with_chain else None
     with model.hidden_units(activity.see_units):
         for part in batches(tokens):
-            model.hidden(part, **watchers)
+            model.hidden(part, on_state=on_state, on_heads=on_heads)
     activity.finish()
     for layer in model.normed_layers:
-        its_units = [(layer, unit) for unit in range(len(activity.at_1[layer]))]
-        with model.hidden_units(zero_units(its_units)):
+        with model.hidden_units(zero_units([(layer, unit) for unit in range(len(activity.at_1[layer]))])):
             for part in batches(tokens[:, :1]):
                 states = {}
                 model.hidden(part, on_state=states.__setitem__)
@@ -221,20 +216,19 @@ def observe(model, tokens: Tensor, with_chain=False) -> Activity:
 def normed_disparity(model, tokens: Tensor):
     """The disparity at position 1, the largest of all layers, behind a block's first part, its norm (SO)."""
     means = Means(len(tokens))
+    block_of = {part: block for block in model.blocks for part in block.children()}
 
-    def note(layer, part, inputs, output):
-        if layer not in seen and isinstance(output, Tensor) and inputs and output.shape == inputs[0].shape:
-            seen.add(layer)
-            means.add("disparity", layer, disparity(output[:, 0]))
+    def note(part, inputs, output):
+        block = block_of.get(part)
+        if block in waiting and getattr(output, "ndim", 0) == 3:
+            waiting.remove(block)
+            means.add("disparity", block, disparity(output[:, 0]))
 
-    with contextlib.ExitStack() as stack:
-        for layer, block in enumerate(model.blocks, start=1):
-            for part in block.children():
-                stack.enter_context(part.register_forward_hook(partial(note, layer)))
-        for part in batches(tokens):
-            seen = set()
-            model.hidden(part)
-    return means.stack("disparity").max().item() if means.of else None
+    with register_module_forward_hook(note):
+        for some in batches(tokens):
+            waiting = {*model.blocks}
+            model.hidden(some)
+    return means.stack("disparity").max().item()
 
 
 def ranked(scores, count):
@@ -275,18 +269,15 @@ def output_tau(weight: Tensor, std: Tensor):
 
     if weight is not None:
         norms = weight.float().norm(dim=0).cpu().numpy()
-        tau = kendalltau(norms, std.flatten().numpy()).statistic
-        return None if tau != tau else torch.tensor(tau)
+        return torch.tensor(kendalltau(norms, std.flatten().numpy()).statistic)
 
 
 def effective_rank(mean: Tensor, product: Tensor):
-    """The effective number of directions of the centred states, from 1 to d (ours).
+    """How many directions, of d, the centred states have: exp of the entropy of their singular values (ours).
 
-    It is exp of the entropy of their singular values, scaled to sum to 1. `mean` (d,) is the mean state and
-    `product` (d, d) the mean outer product of states, both in float64.
+    `mean` (d,) is the mean state and `product` (d, d) the mean outer product of states, both in float64.
     """
-    covariance = product - torch.outer(mean, mean)
-    values = torch.linalg.eigvalsh(covariance).clamp(min=0).sqrt()
+    values = torch.linalg.eigvalsh(product - torch.outer(mean, mean)).clamp(min=0).sqrt()
     return torch.special.entr(values / values.sum()).sum().exp()
 
 

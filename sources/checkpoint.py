@@ -24,7 +24,6 @@ from model import PRESETS, ModelConfig, Transformer
 
 WEIGHTS = "model.safetensors"
 TOKENIZERS = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
-NANOGPT = "ckpt.pt"  # its file of a run
 OURS = "bornbiased"  # marks a config.json written here; the model_type of models that only model.py runs
 KEYS = {  # of config.json: our name, and Hugging Face's
     "vocab_size": "vocab_size",
@@ -135,14 +134,14 @@ def parse_spec(text, scheme="gpt2", in_parts=False):
         preset, seed, embedding_seed = match.groups()
         check_choice(preset, PRESETS, "preset")
         return Spec(text, None, preset, int(seed), int(embedding_seed or seed), scheme)
-    folder = path.parent if path.name == WEIGHTS else path
+    folder = path.parent if path.name in (WEIGHTS, "ckpt.pt") else path
     for place in (folder, *steps(folder)[-1:]):  # a run means its newest step
         config = place / "config.json"
         if isfile(place / WEIGHTS) and isfile(config) and is_ours(read_json(config)):
             return Spec(text, place)
-    if not in_parts and (path.name == NANOGPT or isfile(path / NANOGPT) and not exists(path / "config.json")):
+    if not in_parts and isfile(folder / "ckpt.pt") and not exists(folder / "config.json"):
         hint = "save it as a GPT-2 of transformers; `seedprint.py compare` reads its weights as they are"
-        raise UserError(f"{text}: nanoGPT's {NANOGPT} has no config.json: {hint}")
+        raise UserError(f"{text}: nanoGPT's ckpt.pt has no config.json: {hint}")
     return stranger(text, in_parts)
 
 

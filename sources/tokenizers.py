@@ -103,23 +103,14 @@ def load_tokenizer(name, texts=()):
     return sentencepiece_tokenizer(name, content, rules.get("add_bos_token", True))
 
 
-def decode_bytes(tokens):
-    """The text of bytes, without BOS."""
-    return bytes(token for token in tokens if token < 256).decode(errors="replace")
-
-
 def fileless_tokenizer(name):
     """The tokenizer of UTF-8 bytes, with BOS 256, or one of tiktoken, which downloads it once."""
     if name == "bytes":
-        return Tokenizer(
-            257,
-            256,
-            None,
+        coders = (
             lambda texts: [list(text.encode()) for text in texts],
-            decode_bytes,
-            "tokenizer.txt",
-            b"bytes",
+            lambda tokens: bytes(token for token in tokens if token < 256).decode(errors="replace"),
         )
+        return Tokenizer(257, 256, None, *coders, "tokenizer.txt", b"bytes")
     try:
         coder = tiktoken.get_encoding(name.removeprefix("tiktoken:"))
     except Exception as error:  # whatever the network library raises

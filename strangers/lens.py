@@ -5,8 +5,7 @@ names, and gives measures what `model.Transformer` gives them:
 
 - attention: a layer asks an AttentionInterface for the function that attends, and hands it its own.
   `Pass.attend` stands between: it calls the layer's own, so that windows, soft caps, biases and learned sinks
-  stay as they are, for some queries and the keys that they see, and keeps the sums of the weights. Masks are
-  made for these queries alone: no matrix of all pairs of positions is stored.
+  stay as they are, for some queries and the keys that they see, masks too, and keeps the sums of the weights.
 - neurons: what enters a layer's widest linear maps onto the stream, outside the parts that mix
   positions. Stacked experts ask an ExpertsInterface.
 - the stream: what enters the first block, and what each block returns.
@@ -35,11 +34,8 @@ from transformers.modeling_utils import AttentionInterface
 from lib.settings import UserError
 from strangers.parts import down_of, find_blocks, find_units, is_linear
 
-QUERIES = 256  # whose weights are in memory at a time, or as many as have WEIGHTS numbers
-WEIGHTS = 2**23
+WEIGHTS = 2**23  # that are in memory at a time, at most
 POSITIONS = 512  # whose logits are
-CONTEXTS = ("max_position_embeddings", "max_target_positions")  # names of a model's longest input
-UNKNOWN_CONTEXT = 2048  # positions of a model that does not say how many it can read
 
 
 @dataclass
@@ -56,8 +52,8 @@ class Shape:
 def shape_of(config):
     """The Shape that a configuration of `transformers` tells."""
     text = config.get_text_config(decoder=True)
-    found = [getattr(text, name, None) for name in CONTEXTS]
-    context = next(filter(None, found), UNKNOWN_CONTEXT)
+    found = [getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions")]
+    context = next(filter(None, found), 2048)  # that a model which does not say so can read
     return Shape(text.vocab_size, context, getattr(text, "hidden_size", 0))
 
 
@@ -69,13 +65,11 @@ class Lens:
 
     def __init__(self, model):
         self.model = model
-        self.queries = QUERIES
+        self.queries = 256  # whose weights are in memory at a time, at most
         self.constants = {}  # by layer: a key and a value, (G, D) each, in front of position 1
-        self.hides_constants = False  # from all queries
         self.hides = None  # the keys that queries do not see, (T, T), beside those that a layer hides
         self.since = 0  # queries before this one do not count in alpha
-        self.seen = {}  # by layer, in the last pass: how many queries see a position, (1 or B, 1 or H, T)
-        self.uniform = {}  # and the alpha_1 of uniform attention
+        self.seen = {}  # by layer, in the last pass: how many queries see position 1
         self.has_learned_sink = False
         self.lacks = {}
         self.normed_layers = []  # whose units do not write to the stream as they are
@@ -151,27 +145,25 @@ class Lens:
         return other
 
     def down(self, layer):
-        """The weights (d, F) of a layer's neurons on the stream; None without such units."""
-        downs = [bank.down for bank in self.banks.get(layer, ())]
-        downs = [down.flatten(0, 1).t() if down.ndim == 3 else down for down in downs]
-        return torch.cat(downs, dim=1).detach() if downs else None
+        """The weights (d, F) of a layer's neurons on the stream."""
+        downs = [bank.down for bank in self.banks[layer]]
+        return torch.cat([down.flatten(0, 1).t() if down.ndim == 3 else down for down in downs], 1).detach()
 
     def output_weight(self, layer):
         """The weight (d, H D) of a layer's heads on the stream; None where no plain map follows them."""
         return down_of(self.outputs[layer]).detach() if layer in self.outputs else None
 
-    def with_constants(self, constants, are_hidden=False) -> "Lens":
+    def with_constants(self, constants) -> "Lens":
         """The same model with a key and a value, (G, D) each, in front of position 1 in some layers."""
         other = copy.copy(self)
         other.config = replace(self.config, explicit_sink=True)
         other.constants = constants
-        other.hides_constants = are_hidden
         return other
 
     def hiding(self, hides, since=0) -> "Lens":
         """The same model without the weights `hides` (T, T); its alpha counts the queries from `since` on."""
         other = copy.copy(self)
-        other.hides, other.since, other.seen, other.uniform = hides, since, {}, {}
+        other.hides, other.since, other.seen = hides, since, {}
         return other
 
 
@@ -199,7 +191,7 @@ class Pass:
                     stack.enter_context(module.register_forward_pre_hook(self.see_units))
                 stack.enter_context(standing_between(ExpertsInterface, self.route))
             stack.enter_context(standing_between(AttentionInterface, self.attend))
-            ALL_MASK_ATTENTION_FUNCTIONS["eager"] = lazy_mask
+            ALL_MASK_ATTENTION_FUNCTIONS["eager"] = Mask
             stack.callback(ALL_MASK_ATTENTION_FUNCTIONS.pop, "eager")
             yield
 
@@ -221,30 +213,27 @@ class Pass:
         self.lens.attentions.add(module)
         B, H, T, _ = q.shape
         constant = self.lens.constants.get(self.layer)
-        front = int(constant is not None)
         given = [x for x in (*more, *settings.values()) if isinstance(x, Tensor) and x.ndim > 1]
         is_whole = any(x.is_floating_point() for x in given)  # a bias may be of all queries and keys
-        alpha = Alpha(self.lens, q, front)
-        outputs, rows = [], slice(0, 0)
+        alpha, outputs, rows = Alpha(self.lens, q), [], slice(0, 0)
         while rows.stop < T:
-            most = max(16, WEIGHTS // (B * H * min(T, rows.stop + QUERIES)))
-            rows = slice(rows.stop, T if is_whole else min(T, rows.stop + min(self.lens.queries, most)))
+            most = min(self.lens.queries, max(16, WEIGHTS // (B * H * min(T, rows.stop + self.lens.queries))))
+            rows = slice(rows.stop, T if is_whole else min(T, rows.stop + most))
             mask = self.mask_of(attention_mask, q, rows)  # (1 or B, 1 or H, queries, T at most)
             sees = mask > torch.finfo(mask.dtype).min / 2
             there = sees.flatten(0, 2).any(0).nonzero()
             some = slice(0, T) if is_whole else slice(there[0].item(), there[-1].item() + 1)
             keys, values, mask = k[:, :, some], v[:, :, some], mask[..., some]
-            if front:
+            if constant is not None:
                 keys, values = with_first(constant[0], keys), with_first(constant[1], values)
-                mask = F.pad(mask, (1, 0), value=self.lens.hides_constants * torch.finfo(mask.dtype).min)
+                mask = F.pad(mask, (1, 0))
             output, weights = own(module, q[:, :, rows], keys, values, mask, *more, **settings)
             outputs.append(output)
             if self.on_heads is not None:
                 alpha.add(rows, some, weights, sees)
         heads = torch.cat(outputs, dim=1)  # (B, T, H, D)
         if self.on_heads is not None:
-            self.lens.seen[self.layer] = alpha.seen
-            self.lens.uniform[self.layer] = alpha.uniform / alpha.seen[..., 0].mean().clamp(min=1).item()
+            self.lens.seen[self.layer] = int(alpha.seen[..., 0].min())
             changed = self.on_heads(self.layer, heads.transpose(1, 2), q, k, v, alpha)
             heads = heads if changed is None else changed.transpose(1, 2).contiguous()
         return heads, weights if len(outputs) == 1 else None
@@ -310,7 +299,13 @@ def standing_between(interface, function):
 
 
 class Mask(Tensor):
-    """An additive mask that is not made yet: `rows` makes some of it; who changes it makes it whole."""
+    """The mask that `eager_mask` makes, not made yet: `rows` makes some of it; who changes it, all."""
+
+    def __new__(cls, **given):
+        shape = (given["batch_size"], 1, given["q_length"], given["kv_length"])
+        mask = torch.empty((), dtype=given["dtype"], device=given["device"]).expand(shape).as_subclass(cls)
+        mask.given = given
+        return mask
 
     @classmethod
     def __torch_function__(cls, function, types, inputs=(), named=None):
@@ -323,15 +318,6 @@ class Mask(Tensor):
         first, stop = self.given.get("q_offset", 0), stop or self.given["q_length"]
         here = {"q_length": stop - start, "q_offset": first + start, "kv_length": first + stop}
         return eager_mask(**self.given | here)
-
-
-def lazy_mask(**given):
-    """The Mask of what `eager_mask` is given."""
-    shape = (given["batch_size"], 1, given["q_length"], given["kv_length"])
-    empty = torch.empty((), dtype=given["dtype"], device=given["device"])
-    mask = empty.expand(shape).as_subclass(Mask)
-    mask.given = given
-    return mask
 
 
 def tensor_of(output):
@@ -347,32 +333,25 @@ def with_first(constant, x):
 class Alpha:
     """Sums of a layer's weights over the queries from `lens.since` on, and how many see a position."""
 
-    def __init__(self, lens, q, front):
-        (B, H, self.T, _), self.since = q.shape, lens.since
-        self.has_learned_sink = lens.has_learned_sink
-        self.sums = q.new_zeros(B, H, front + self.T, dtype=torch.float32)
-        self.seen = q.new_zeros(1, 1, self.T)
-        self.uniform = 0  # the sum of attention to position 1, if it were uniform
+    def __init__(self, lens, q):
+        (B, H, self.T, _), self.lens = q.shape, lens
+        self.sums = q.new_zeros(B, H, 1 + self.T, dtype=torch.float32)  # 0: a constant
+        self.seen = q.new_zeros(1, 1, self.T, dtype=torch.int64)
 
     def add(self, rows, keys, weights, sees) -> None:
-        """Add the weights (B, H, queries, front + keys) of some queries on some keys, and who sees which."""
-        late = slice(max(0, self.since - rows.start), None)
-        sums, sees = weights[:, :, late].sum(2, dtype=torch.float32), sees[:, :, late]
-        front = self.sums.shape[2] - self.T
-        self.sums[..., :front] += sums[..., :front]
-        self.sums[..., front:][..., keys] += sums[..., front:]
-        self.seen = self.seen + F.pad(sees.sum(2), (0, self.T - sees.shape[-1]))
-        if sees.shape[2]:
-            self.uniform += (sees[..., 0] / sees.sum(-1)).sum(2).mean().item()
+        """Add the weights of some queries, (B, H, queries, keys or 1 + keys), and who sees which key."""
+        late = slice(max(0, self.lens.since - rows.start), None)
+        sums, seen = weights[:, :, late].sum(2, dtype=torch.float32), sees[:, :, late].sum(2)
+        self.sums[..., 1 + keys.start : 1 + keys.stop] += sums[..., keys.start - keys.stop :]
+        self.sums[..., 0] += sums[..., : keys.start - keys.stop].sum(-1)
+        self.seen = self.seen + F.pad(seen, (0, self.T - seen.shape[-1]))
 
     def __call__(self, positions):
         """alpha (B, H, K): the mean weight on a position of the queries that see it, 0 if none does.
 
         Position 0 is a constant, which all see; -1 is a learned sink, whose share is what all others leave.
         """
-        count = max(1, self.T - self.since)
-        constant = self.sums[..., : -self.T].sum(-1) / count
-        left = 1 - self.sums.sum(-1) / count if self.has_learned_sink else torch.zeros_like(constant)
-        alpha = self.sums[..., -self.T :] / self.seen.clamp(min=1)
-        table = torch.cat((left[..., None], constant[..., None], alpha), dim=-1)
-        return table[..., torch.as_tensor(positions, device=table.device) + 1]
+        count = self.T - self.lens.since
+        left = (1 - self.sums.sum(-1, keepdim=True) / count) * self.lens.has_learned_sink
+        alpha = self.sums / F.pad(self.seen, (1, 0), value=count).clamp(min=1)
+        return torch.cat((left, alpha), dim=-1)[..., [1 + position for position in positions]]

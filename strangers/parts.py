@@ -130,8 +130,7 @@ def mixers_of(block):
     for module in block.modules():
         asked = inspect.signature(module.forward).parameters
         if module is not block and MIXING & asked.keys():
-            mixing = [outer for outer in mixing if module not in set(outer.modules())]
-            mixing.append(module)
+            mixing = [*(outer for outer in mixing if module not in set(outer.modules())), module]
     return mixing
 
 

@@ -25,7 +25,7 @@ import model
 import train
 from lib import results
 from lib.settings import UserError
-from sources import checkpoint, data, runs, sampling
+from sources import checkpoint, data, sampling
 from sources.tokenizers import load_tokenizer
 from strangers.formats import open_spec
 
@@ -42,10 +42,6 @@ def tokens(tmp_path_factory):
 def trained(tokens, out, **changes) -> Path:
     """The folder of a small run."""
     return train.train(train.Settings(**{**SMALL, "data": str(tokens), "out": str(out), **changes}))
-
-
-def rows_of(run):
-    return list(runs.read_rows(run / "metrics.jsonl"))
 
 
 # ---- parameters --------------------------------------------------------------------------------------------
@@ -116,21 +112,17 @@ def test_a_constructor_that_draws_is_refused_by_name(monkeypatch):
 
 def test_frozen_unused_and_scalar_parameters_train_save_and_resume(dyt, tokens, tmp_path):
     """The optimizer decays matrices, trains all else that wants it, and resumed ends with the same bits."""
-    run = trained(tokens, tmp_path / "whole")
-    norm = checkpoint.load(run).model.layers[0].input_layernorm
+    whole = trained(tokens, tmp_path / "whole")  # in its warm-up --max-iters changes nothing
+    norm = checkpoint.load(whole).model.layers[0].input_layernorm
     assert norm.alpha != 0.5 and (norm.frozen == 3).all() and (norm.unused == 0).all()
     built = init.newborn("backcopy", 5)
     decayed, others = train.make_optimizer(built, train.Settings()).param_groups
     assert decayed["weight_decay"] == 0.1 and all(p.ndim == 2 and p.requires_grad for p in decayed["params"])
     assert others["weight_decay"] == 0 and any(p is built.model.norm.alpha for p in others["params"])
-    trained(tokens, tmp_path / "cut", max_iters=2, warmup_iters=2, learning_rate=1e-3)
-    cut = trained(tokens, tmp_path / "cut", resume=True, max_iters=4, warmup_iters=2)
-    shutil.rmtree(tmp_path / "whole")
-    monkey = trained(tokens, tmp_path / "whole", max_iters=4, warmup_iters=2)
-    # The schedule of the first two steps is the warm-up, which --max-iters does not change.
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        last = "step_0000004"
-        assert (cut / last / name).read_bytes() == (monkey / last / name).read_bytes(), name
+    trained(tokens, tmp_path / "cut", max_iters=2)
+    cut = trained(tokens, tmp_path / "cut", resume=True)
+    for name in ("step_0000004/model.safetensors", "step_0000004/optimizer.safetensors"):
+        assert (cut / name).read_bytes() == (whole / name).read_bytes(), name
 
 
 # ---- train.py sample and eval ------------------------------------------------------------------------------
@@ -168,18 +160,15 @@ def test_sample_and_eval_of_a_strangers_folder(kind, tmp_path):
     words = ("--prompt", "def f", "--tokens", 40, "--temperature", 0, "--device", "cpu")
     sampled = run_here("train.py", "sample", tmp_path, *words)
     assert sampled.stdout.split("\n", 1)[1] == text + "\n", sampled.stderr
-    (tmp_path / "text.txt").write_text("".join(TEXTS[:20]))
-    found = sampling.evaluate(
-        sampling.EvalSettings(str(tmp_path), text=str(tmp_path / "text.txt"), sequence_length=48)
-    )
+    file = tmp_path / "text.txt"
+    file.write_text("".join(TEXTS[:20]))
+    found = sampling.evaluate(sampling.EvalSettings(str(tmp_path), text=str(file), sequence_length=48))
     stream = torch.tensor([0, *tokenizer.encode(["".join(TEXTS[:20])])[0]])
-    losses = []
-    for start in range(0, len(stream) - 48, 48):
-        window = stream[None, start : start + 49]
-        with torch.no_grad():
-            losses.append(F.cross_entropy(theirs(window[:, :-1]).logits[0].double(), window[0, 1:]).item())
-    assert found["windows"] == len(losses)
-    assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-6)
+    windows = stream.unfold(0, 49, 48)
+    with torch.no_grad():
+        logits = theirs(windows[:, :-1]).logits.double()
+    loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten()).item()
+    assert found == {"loss": pytest.approx(loss, rel=1e-6), "windows": len(windows)}
 
 
 @pytest.mark.parametrize("bos_first", [False, True])
@@ -192,9 +181,6 @@ def test_eval_of_a_run_reads_all_held_out_windows(bos_first, tokens, tmp_path):
     loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
     assert f"all {len(windows):,} windows of 16 tokens" in done.stdout, done.stderr
     assert float(done.stdout.split(" nats")[0].split()[-1]) == pytest.approx(loss, abs=1e-6)
-    assert sampling.evaluate(sampling.EvalSettings(str(run), data=str(tokens)))["loss"] == pytest.approx(
-        loss, abs=1e-6
-    )
     assert_refused(run_here("train.py", "eval", "backcopy@1"), "no tokenizer")
 
 
@@ -202,13 +188,11 @@ def test_eval_of_a_run_reads_all_held_out_windows(bos_first, tokens, tmp_path):
 
 
 def test_parameters_epochs_and_windows_are_told(tokens, tmp_path, capsys):
-    trained(tokens, tmp_path / "run", eval_sequences=5000, max_iters=4)
+    run = trained(tokens, tmp_path / "run", eval_sequences=5000)
     printed = capsys.readouterr().out
-    count = sum(p.numel() for p in checkpoint.load(tmp_path / "run").parameters())
     text = data.TokenData(tokens)
-    epochs = 4 * 4 / text.num_windows("train", 16)
-    assert f"{count:,} parameters" in printed
-    assert f"4 steps are {epochs:.3g} epochs" in printed
+    assert f"{sum(p.numel() for p in checkpoint.load(run).parameters()):,} parameters" in printed
+    assert f"4 steps are {4 * 4 / text.num_windows('train', 16):.3g} epochs" in printed
     assert f"an evaluation reads {text.num_windows('val', 16)} sequences, not 5000" in printed
 
 
@@ -218,8 +202,7 @@ def test_the_best_step_is_kept_and_told(tokens, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(train, "mean_loss", lambda *_: next(losses))
     changes = {"max_iters": 15, "eval_every": 3, "save_every": 100, "warmup_iters": 2}
     run = trained(tokens, tmp_path / "run", **changes)
-    kept = [int(folder.name[-7:]) for folder in checkpoint.steps(run)]
-    assert kept == [0, 1, 2, 4, 6, 8, 15]
+    assert [int(folder.name[-7:]) for folder in checkpoint.steps(run)] == [0, 1, 2, 4, 6, 8, 15]
     assert "lowest held-out loss: 3.0000, of step 6" in capsys.readouterr().out
 
 
@@ -328,38 +311,27 @@ def test_tuning_keeps_a_chat_models_tokenizer_whole(tmp_path):
 
 def test_whose_commit(tmp_path, monkeypatch):
     """A copy inside another repository has none of it; code that git does not know of is dirty."""
-    monkeypatch.setattr(results, "ROOT", tmp_path / "copy")
-
-    def git(*words, cwd=tmp_path):
-        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b.c", *words], cwd=cwd, check=True)
-
-    def commit():
-        return results.commit.__wrapped__() or ""
-
     copy = tmp_path / "copy"
-    copy.mkdir()
-    (copy / "model.py").write_text("1\n")
-    assert commit() == ""
-    git("init", "-q")
-    (tmp_path / ".gitignore").write_text("copy\n")
-    git("add", ".gitignore")
-    git("commit", "-qm", "another's")
-    assert commit() == ""
-    git("init", "-q", cwd=copy)
-    git("add", "model.py", cwd=copy)
-    git("commit", "-qm", "ours", cwd=copy)
-    assert len(commit()) == 40
-    (copy / "notes.txt").write_text("no code")
-    assert len(commit()) == 40
-    (copy / "room").mkdir()
-    (copy / "room" / "new.py").write_text("2\n")
-    assert commit().endswith("-dirty")
-    (copy / "room" / "new.py").unlink()
-    (copy / "model.py").write_text("3\n")
-    assert commit().endswith("-dirty")
+    (copy / "room").mkdir(parents=True)
+    monkeypatch.setattr(results, "ROOT", copy)
+    git = "git -c user.name=a -c user.email=a@b.c"
+    for command, length, end in (
+        ("echo 1 > copy/model.py", 0, ""),
+        (f"git init -q && echo copy > .gitignore && git add .gitignore && {git} commit -qm another", 0, ""),
+        (f"cd copy && git init -q && git add model.py && {git} commit -qm ours", 40, ""),
+        ("echo no code > copy/notes.txt", 40, ""),
+        ("echo 2 > copy/room/new.py", 46, "-dirty"),
+        ("rm copy/room/new.py && echo 3 > copy/model.py", 46, "-dirty"),
+    ):
+        subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+        commit = results.commit.__wrapped__() or ""
+        assert len(commit) == length and commit.endswith(end), command
 
 
 # ---- messages ----------------------------------------------------------------------------------------------
+
+
+SHORT = "A document says a short thing.\n" * 18
 
 
 @pytest.mark.parametrize(
@@ -375,37 +347,31 @@ def test_whose_commit(tmp_path, monkeypatch):
         (["--out_dir=x"], "did you mean out?"),
         (["--compile=False"], "--compile=False: expected --compile or --no-compile"),
         (["--sequence-length", "4096"], "context_length in model.py's PRESETS"),
-        (["--init-from", "{nano}"], "nanoGPT's ckpt.pt"),
-        (["sample", "{nano}/ckpt.pt"], "nanoGPT's ckpt.pt"),
-        (["sample", "{nano}"], "nanoGPT's ckpt.pt"),
-        (["--source", "{tables}"], "load_dataset("),
-        (["--source", "{text}", "--tokenizer", "bpe:100"], "N is 277 at least"),
-        (["--source", "{text}", "--tokenizer", "bpe:0"], "N is 277 at least"),
+        (["--init-from", "nano"], "nanoGPT's ckpt.pt"),
+        (["sample", "nano/ckpt.pt"], "nanoGPT's ckpt.pt"),
+        (["sample", "nano"], "nanoGPT's ckpt.pt"),
+        (["--source", "tables"], "load_dataset("),
+        (["--source", "text.txt", "--tokenizer", "bpe:100"], "N is 277 at least"),
+        (["--source", "text.txt", "--tokenizer", "bpe:0"], "N is 277 at least"),
+        (["nanogpt.py"], "did you mean sequence_length?"),
     ],
     ids=str,
 )
 def test_mistakes_of_the_first_hour(words, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "nano").mkdir()
-    torch.save(
-        {"model": {"transformer.wte.weight": torch.ones(3, 2)}, "iter_num": 1}, tmp_path / "nano/ckpt.pt"
-    )
+    torch.save({"model": {"transformer.wte.weight": torch.ones(3, 2)}}, tmp_path / "nano/ckpt.pt")
     (tmp_path / "tables").mkdir()
     (tmp_path / "tables" / "a.parquet").touch()
-    (tmp_path / "text.txt").write_text("A document says a short thing.\n" * 18)
-    places = {"nano": "nano", "tables": "tables", "text": "text.txt"}
-    done = run_here("train.py", *[word.format(**places) for word in words])
+    (tmp_path / "text.txt").write_text(SHORT)
+    (tmp_path / "nanogpt.py").write_text("block_size = 64\n")
+    done = run_here("train.py", *words)
     assert_refused(done, expected)
     assert "damaged" not in done.stderr
 
 
 def test_least_n_suffices():
-    assert load_tokenizer("bpe:277", ["A document says a short thing.\n"] * 18).vocab_size == 277
-
-
-def test_a_nanogpt_name_in_a_config_file(tmp_path):
-    (tmp_path / "config.py").write_text("block_size = 64\n")
-    assert_refused(run_here("train.py", tmp_path / "config.py"), "did you mean sequence_length?")
+    assert load_tokenizer("bpe:277", [SHORT]).vocab_size == 277
 
 
 def test_the_line_that_converts_tables_does(tmp_path, monkeypatch):
@@ -427,9 +393,8 @@ def test_a_text_that_a_tokenizer_has_no_token_for_is_no_damaged_file(tmp_path):
     model = models.WordLevel({"a": 0, "b": 1}, unk_token="?")  # which it has not
     tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="cannot encode this text: .*UNK") as raised:
+    with pytest.raises(UserError, match="cannot encode this text: [^;]*UNK[^;]*$"):  # and no "; if damaged"
         tokenizer.encode(["c"])
-    assert "damaged" not in str(raised.value)
 
 
 def test_a_source_that_is_no_list_is_refused_in_python_too(tmp_path):

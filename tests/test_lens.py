@@ -112,7 +112,7 @@ def test_replaced_heads_reach_the_stream(lens):
 
 @pytest.mark.parametrize(
     ("model_type", "reason"),
-    [("gptj", "code of its own"), ("diffllama", "attends twice"), ("bert", "later key")],
+    [("gptj", "code of its own"), ("diffllama", "attends twice"), ("bert", "later token")],
 )
 def test_models_that_are_not_seen_are_refused(model_type, reason):
     model = build(model_type)
