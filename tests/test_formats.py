@@ -402,7 +402,7 @@ def test_mlps_are_named_by_their_size(folder):
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345678\n"
 
 
-@pytest.mark.parametrize("names", ["", "ckpt.pt notes.md", "config.json"])
+@pytest.mark.parametrize("names", ["", "a.pt notes.md", "config.json"])
 def test_what_is_there_instead(names, tmp_path):
     for name in names.split():
         (tmp_path / name).write_text("{}")

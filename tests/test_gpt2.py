@@ -40,7 +40,7 @@ SCRIPTS = [  # what is asked, and the JSON that answers
     ("reproduce.interventions bos", "bos"),
     ("sinks anatomy", "anatomy"),
     ("reproduce.interventions intervene --position 3", "intervene"),
-    ("reproduce.interventions ablate --num-builders 2", "ablate"),
+    ("reproduce.interventions ablate", "ablate"),
     ("sinks transplant --num-constants 4", "transplant"),
     ("probe", "probe"),
 ]

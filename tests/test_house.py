@@ -81,7 +81,10 @@ def test_house_rules(name):
     assert ast.get_docstring(TREES[name]), "a file opens with what it is for"
     assert not imported_modules(TREES[name]) & {"pickle", "marshal", "shelve"}
     for node in ast.walk(TREES[name]):
-        assert not isinstance(node, ast.Assert), f"line {node.lineno}: a mistake deserves a message"
+        is_check = name == "lesson.check"  # which pytest runs
+        assert is_check or not isinstance(node, ast.Assert), (
+            f"line {node.lineno}: a mistake deserves a message"
+        )
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             assert called not in ("exec", "eval", "compile", "os.system"), f"line {node.lineno}"

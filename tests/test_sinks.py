@@ -79,8 +79,8 @@ def test_values_of_a_newborn_follow_the_theory():
         for vectors in random_vectors(0, range(64), 32, 768).split(32):
             model.hidden(vectors, on_heads=means.add_heads)
     ratio = means.std(1) / torch.tensor(mechanisms.aggregated_std(config, 32, "gpt2"))
-    # 64 x 768 numbers that depend on each other: 0.015 was measured for more of them
-    assert (ratio - 1).abs().max() < 0.03
+    # the sum over positions is taken at its mean: within 5 %, as docs/contraction.md measures
+    assert (ratio - 1).abs().max() < 0.05
 
 
 def observe(model: Transformer, tokens: torch.Tensor, on_heads=None):
