@@ -65,8 +65,10 @@ def compare_models(base: Model, suspect: Model, settings: CompareSettings):
     pairs.sort(key=lambda pair: VERDICTS.index(pair.verdict))
     closest = [next(p for p in pairs if stack in (p.base, p.suspect)) for stack in models[1] + models[0]]
     row, details = row_of(closest[0])
+    parts = {f"`{pair.suspect.prefix}*` and the base's `{pair.base.prefix}*`": pair for pair in closest}
+    if len(parts) > 1:
+        row["sentence"] = f"its {[*parts][0]}: {row['sentence']}"
     if len({pair.verdict for pair in closest}) > 1:
-        parts = {f"`{pair.suspect.prefix}*` and the base's `{pair.base.prefix}*`": pair for pair in closest}
         said = [f"{parts_of}: {pair.verdict}: {pair.sentence}" for parts_of, pair in parts.items()]
         row |= {"verdict": INCONCLUSIVE, "sentence": f"its parts differ: {'; '.join(said)}"}
     for stack in [stack for stack in suspect.stacks if not stack.may_be_model]:
