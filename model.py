@@ -259,11 +259,11 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The decoder: `model(tokens)` returns logits, `model.hidden(tokens)` the states that we measure.
 
-    strangers/lens.py offers these methods for other models: `lacks` names what cannot be seen there, `seen`
-    and `uniform` say who sees a position if not all later queries do, and the alpha_1 of uniform attention.
+    strangers/lens.py offers these methods for other models: `lacks` names what cannot be seen there, and `seen`
+    says how many queries see position 1, by layer.
     """
 
-    lacks = seen = uniform = {}
+    lacks = seen = {}
     normed_layers = ()  # layers with a norm between their neurons and the stream
 
     def __init__(self, config: ModelConfig):
