@@ -259,8 +259,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The decoder: `model(tokens)` returns logits, `model.hidden(tokens)` the states that we measure.
 
-    strangers/lens.py offers these methods for other models: `lacks` names what cannot be seen there, and `seen`
-    says how many queries see position 1, by layer.
+    strangers/lens.py offers these methods for other models: `lacks` names what cannot be seen there, and
+    `seen` says how many queries see position 1, by layer.
     """
 
     lacks = seen = {}
