@@ -140,8 +140,8 @@ def rows_looked_at(stack, name, shape):
     parts = parts_looked_at(shape)
     rows = torch.cat([stack.source.read(name, part)[:, : shape[-1]] for part in parts]).float()
     numbers = torch.cat([torch.arange(part[-1].start, part[-1].stop) for part in parts])
-    is_diagonal = numbers[:, None] % shape[-1] == torch.arange(shape[-1])
-    return rows - is_diagonal * rows[is_diagonal].mean()
+    diagonal = (torch.arange(len(rows)), numbers % shape[-1])
+    return rows.index_put_(diagonal, -rows[diagonal].mean(), accumulate=True)
 
 
 def agreement(A: Tensor, B: Tensor):
