@@ -62,6 +62,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "smollm2/anatomy": "sinks.py anatomy --model smollm2",
     "smollm2/intervene": "-m reproduce.interventions intervene --model smollm2 --factor 2 8 32",
     "smollm2/hide": "-m reproduce.hide --model smollm2",
+    "qwen2.5-coder-0.5b/hide": f"-m reproduce.hide --model {SMALL} --num-sequences 6",
     "smollm2/ablate": "-m reproduce.interventions ablate --model smollm2",
     "qwen2.5-coder-0.5b/rate": f"sinks.py rate --model {SMALL} {FEW} --sequence-length 64",
     "qwen2.5-coder-0.5b/anatomy": f"sinks.py anatomy --model {SMALL} {FEW}",
