@@ -239,7 +239,7 @@ def effects(model: Transformer, tokens: torch.Tensor, builder, before):
         "alpha1": by_head[..., 0].mean().item(),
         "constant_alpha": by_head[..., 1].mean().item(),
         "learned_sink_alpha": alphas[..., 2].mean().item(),
-        "builder_activation": torch.cat(activations).mean().item(),
+        "builder_activation": torch.cat(activations)[:, 0].mean().item(),
         "disparity": means.stack("disparity").max().item(),
         "largest": max(largest.values()),
     }
@@ -254,18 +254,13 @@ def alpha_and_loss(model, tokens: torch.Tensor, on_state=None, before=0, others=
     """
     alphas = []
     totals = np.zeros(2)  # of early predictions, and of the others
-
-    def on_heads(layer, heads, q, k, v, alpha):
-        by_layer.append(alpha((1, 0, -1, *others)).cpu())
-
     for part in attention.batches(tokens):
-        by_layer = []
-        states = model.hidden(part, on_heads=on_heads, on_state=on_state)[:, before:-1]
-        targets = part[:, before + 1 :]
+        alpha, states = attention.attention_to(model, part, (1, 0, -1, *others), on_state=on_state)
+        alphas.append(alpha.cpu())
+        states, targets = states[:, before:-1], part[:, before + 1 :]
         for place, some in enumerate((slice(EARLY), slice(EARLY, None))):
             chosen = states[:, some].flatten(0, 1)
             totals[place] += model.summed_loss(chosen, targets[:, some].flatten()).item()
-        alphas.append(torch.stack(by_layer, dim=1))
     n, count = len(tokens), targets.shape[1]  # count: predictions of a sequence
     later = totals[1] / (n * (count - EARLY)) if count > EARLY else None
     return torch.cat(alphas), {"loss": totals.sum() / (n * count), "loss_from_ninth": later}

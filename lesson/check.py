@@ -158,7 +158,7 @@ def test_6_head_at_rest(answer):
             assert not differs.any(), f"{name} has changed where it is not the head's own"
         tokens = random_tokens(seed, range(32), LENGTH, VOCABULARY)
         tokens[:, 0] = 0
-        alpha = attention_to(changed, tokens)[:, 0, 0].mean().item()  # of a head that rests 0.99 and more
+        alpha = attention_to(changed, tokens)[0][:, 0, 0].mean().item()  # of a head that rests 0.99 and more
         said = f"the head pays the first position {alpha:.2f} of its attention"
         assert alpha >= 0.9, f"{said}, not 0.9"
     print(f"{said}; a newborn's, 0.07")
@@ -169,7 +169,8 @@ def test_7_sink_replaced(answer):
     spec = checkpoint.parse_spec("smollm2")
     given, fresh = read_tokens(TextSettings(num_sequences=40, device="cpu"), spec, LENGTH).chunk(2)
     model = spec.load()
-    silent = model.ablated(zero_units([(12, 1229), (12, 1487)]))  # they build the sink (docs/sinks.md)
+    silent = copy.copy(model)
+    silent.unit_watchers = [zero_units([(12, 1229), (12, 1487)])]  # they build the sink (docs/sinks.md)
     whole = losses(model, fresh)
     rise = losses(silent, fresh) - whole
     vector = answer(model, silent, given)

@@ -17,8 +17,11 @@ EPSILON = 0.3  # a sink head has an alpha_1 above this (arXiv 2410.10781)
 
 
 @torch.inference_mode()
-def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=None) -> Tensor:
-    """alpha_k, (B, L, H, K), of tokens (B, T) and K positions: 0 is a constant, -1 a learned sink."""
+def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=None):
+    """alpha_k, (B, L, H, K), of tokens (B, T) at K positions; final states (B, T, d).
+
+    Position 0 is a constant, -1 a learned sink.
+    """
     layers = []
 
     def watch(layer, heads, q, k, v, alpha):
@@ -26,8 +29,8 @@ def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=
         if on_heads is not None:
             return on_heads(layer, heads, q, k, v, alpha)
 
-    model.hidden(tokens, on_heads=watch, on_state=on_state)
-    return torch.stack(layers, dim=1)
+    states = model.hidden(tokens, on_heads=watch, on_state=on_state)
+    return torch.stack(layers, dim=1), states
 
 
 def ratio_of_first(vectors: Tensor) -> Tensor:
@@ -59,7 +62,7 @@ def sink_statistics(model, tokens: Tensor, others=()):
         values.append(ratio_of_first(v).mean(1))
 
     for part in batches(tokens):
-        alphas.append(attention_to(model, part, (1, 0, -1, *others), on_heads, on_state))
+        alphas.append(attention_to(model, part, (1, 0, -1, *others), on_heads, on_state)[0])
     alpha, constant, learned, *rest = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
     row = {
         "sink_rate": sink_share(alpha).mean().item(),

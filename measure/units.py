@@ -1,13 +1,4 @@
-"""Which neurons build the sink, link by link? (SO's chain; contributions and removers are ours)
-
->>> from sources import checkpoint, inputs
->>> from measure import units
->>> model = checkpoint.load("smollm2")
->>> tokens = inputs.random_tokens(0, range(8), 64, model.config.vocab_size)
->>> activity = units.observe(model, tokens)
->>> activity.builders(activity.layer, count=2)  # layers from 1, units from 0: 99 % of one dimension of 576
-[(12, 1229), (12, 1487)]
-"""
+"""Which neurons build the sink, link by link? (SO's chain; contributions and removers are ours)"""
 
 import contextlib
 import math
@@ -251,13 +242,13 @@ def zero_units(units):
 
 
 @contextlib.contextmanager
-def watch(model, unit, position=1):
-    """A context whose list collects the |activations|, (B,), of a neuron (layer, unit) at a position."""
+def watch(model, unit):
+    """A context whose list collects the |activations|, (B, T), of a neuron (layer, unit)."""
     activations = []
 
     def on_units(layer, units, offset):
         if layer == unit[0] and 0 <= unit[1] - offset < units.shape[-1]:
-            activations.append(units[:, position - 1, unit[1] - offset].float().abs().cpu())
+            activations.append(units[..., unit[1] - offset].float().abs().cpu())
 
     with model.hidden_units(on_units):
         yield activations

@@ -26,6 +26,7 @@ GEMMA, FEW = "models/gemma-3-270m-q4_k_m.gguf", "--num-sequences 25"
 WIKITEXT = "data/wikitext-2/test.txt"
 BFLOAT16 = "--dtype bfloat16"
 LONG = "--num-sequences 16 --sequence-length 64 512"
+LONG_TEXT = f"--num-sequences 4 --text {WIKITEXT}"
 TRANSPLANT = "-m reproduce.interventions transplant"
 FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} --num-sequences 12"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
@@ -63,7 +64,13 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "smollm2/intervene": "-m reproduce.interventions intervene --model smollm2 --factor 2 8 32",
     "smollm2/hide": "-m reproduce.hide --model smollm2",
     "qwen2.5-coder-0.5b/hide": f"-m reproduce.hide --model {SMALL} --num-sequences 6",
+    "qwen2.5-coder-1.5b/hide": f"-m reproduce.hide --model {LARGE} --num-sequences 6",
+    "gemma-3-270m/hide": "-m reproduce.hide --model " + GEMMA,
+    "text/hide": "-m reproduce.hide --model runs/text/none-42 runs/text/attenuate-42",
     "smollm2/ablate": "-m reproduce.interventions ablate --model smollm2",
+    "smollm2/wikitext/rate": f"sinks.py rate --model smollm2 --sequence-length 2048 8192 {LONG_TEXT}",
+    "qwen2.5-coder-0.5b/wikitext/rate": f"sinks.py rate --model {SMALL} --sequence-length 8192 {LONG_TEXT}",
+    "gemma-3-270m/wikitext/rate": f"sinks.py rate --model {GEMMA} --sequence-length 8192 {LONG_TEXT}",
     "qwen2.5-coder-0.5b/rate": f"sinks.py rate --model {SMALL} {FEW} --sequence-length 64",
     "qwen2.5-coder-0.5b/anatomy": f"sinks.py anatomy --model {SMALL} {FEW}",
     "qwen2.5-coder-0.5b/intervene": f"-m reproduce.interventions intervene --model {SMALL} {FEW}",

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from lib.figures import BLUE, new_figure, save_figure, short_names, unique
 from lib.results import interval
 from lib.settings import Command, at_least, run_script
-from measure.attention import EPSILON, Means, batches, constants_at, disparity, with_constants
-from measure.units import names_of, observe
+from measure.attention import EPSILON, Means, attention_to, batches, constants_at, disparity, with_constants
+from measure.units import names_of, observe, watch
 from model import Transformer, with_sink
 from sinks import Settings, measure_models
 from sources.inputs import read_tokens
@@ -75,34 +75,27 @@ def measured(model, tokens, hides, builder):
     def on_state(layer, x):
         means.add("disparity", layer, disparity(x[:, :SHOWN]))
 
-    def on_units(layer, units, first):
-        if layer == builder[0] and 0 <= builder[1] - first < units.shape[-1]:
-            means.add("activation", layer, units[:, :SHOWN, builder[1] - first].float().abs())
-
-    for part in batches(tokens):
-        by_layer = []
-        with model.hidden_units(on_units):
-            states = late_attention(model, part, hides, by_layer, on_state)[:, FROM:-1]
-        alphas.append(torch.stack(by_layer, dim=1).cpu())  # (B, L, H, 1 + T / 2)
-        for some, wanted in zip(states, part[:, FROM + 1 :]):
-            losses.append(model.summed_loss(some, wanted).item() / len(wanted))
+    with watch(model, builder) as activations:
+        for part in batches(tokens):
+            alpha, states = late_attention(model, part, hides, on_state)
+            alphas.append(alpha.cpu())
+            for some, wanted in zip(states[:, FROM:-1], part[:, FROM + 1 :]):
+                losses.append(model.summed_loss(some, wanted).item() / len(wanted))
     sinks = torch.cat(alphas) > EPSILON
     constant, *rates = [round(rate, 4) for rate in sinks.float().mean((0, 1, 2)).tolist()]
     row = {"sink_rates": rates[:SHOWN], "constant": constant, "builder": names_of([builder])}
     row["any_token"] = sinks[..., 1:].any(-1).float().mean().item()
     row["disparities"] = means.stack("disparity").amax(0).tolist()
-    row["activations"] = means.stack("activation")[0].tolist()
+    row["activations"] = torch.cat(activations)[:, :SHOWN].mean(0).tolist()
     return row | {"loss": np.mean(losses).item()}, np.array(losses)
 
 
-def late_attention(model, tokens, hides, by_layer, on_state):
-    """Final states of tokens (B, T); `by_layer` gets the late queries' attention, (B, H, 1 + T / 2)."""
+def late_attention(model, tokens, hides, on_state):
+    """The late queries' attention to 0, the constant, to T / 2, (B, L, H, 1 + T / 2), and final states."""
     T = tokens.shape[1]
     if not isinstance(model, Transformer):
-        note = {
-            "on_heads": lambda *given: by_layer.append(given[-1](range(T // 2 + 1)))
-        }  # alpha; 0: constant
-        return model.hiding(hides, T // 2).hidden(tokens, on_state=on_state, **note)
+        return attention_to(model.hiding(hides, T // 2), tokens, range(T // 2 + 1), on_state=on_state)
+    by_layer = []
     sees = ~hides & torch.ones_like(hides).tril()
 
     def on_heads(layer, heads, q, k, v, alpha):
@@ -116,7 +109,8 @@ def late_attention(model, tokens, hides, by_layer, on_state):
         by_layer.append(F.pad(late, (1 - front, 0))[..., : T // 2 + 1])
         return attention.calibrate(weights.to(values) @ values, T)
 
-    return model.hidden(tokens, on_state=on_state, on_heads=on_heads)
+    states = model.hidden(tokens, on_state=on_state, on_heads=on_heads)
+    return torch.stack(by_layer, dim=1), states
 
 
 def draw_hidden(path, rows) -> None:
@@ -130,9 +124,8 @@ def draw_hidden(path, rows) -> None:
         where.imshow(shares, cmap="cividis", vmin=0, vmax=0.6, aspect="auto")
         for (y, x), share in np.ndenumerate(shares):
             text = "hidden" if 1 <= x <= cases[y]["hidden"] else f"{100 * share:.0f}"
-            where.text(
-                x, y, text, ha="center", va="center", color="black" if share > 0.35 else "white", size=8
-            )
+            colour = "black" if share > 0.35 else "white"
+            where.text(x, y, text, ha="center", va="center", color=colour, size=8)
         where.set_xticks(range(1 + SHOWN), ["constant", *range(1, 1 + SHOWN)])
         where.set_yticks(range(len(cases)), map(words_of, cases))
         where.set(xlabel="position", title=f"{label}: % of heads that sink there")
@@ -145,10 +138,9 @@ def draw_hidden(path, rows) -> None:
 
 def words_of(row):
     """What is hidden in a case."""
+    what = ("nothing", "1", "1 and 2")[row["hidden"]]
     but = ("", " from all but 2", " from all but 3 and 4")[row["hidden"] * row["kind"].endswith("next")]
-    return (
-        ("nothing", "1", "1 and 2")[row["hidden"]] + " hidden" + but + ", and a constant" * row["constants"]
-    )
+    return what + " hidden" + but + ", and a constant" * row["constants"]
 
 
 COMMANDS = {"": Command(hide, HideSettings())}

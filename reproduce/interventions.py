@@ -81,16 +81,17 @@ def every_intervention(settings: InterveneSettings, spec, model):
     rows, points = [], []
     for changed, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
         on_heads = replace_heads(model, k, changed, kind, factor)
-        with watch(model, builder, k) as activations:
-            alpha = attention_to(model, tokens, (k,), on_heads).cpu()  # (n, L, H, 1)
-        alpha = alpha[..., 0].mean(2)[:, skipped:].double().mean(1)  # (n,)
-        active = activations[0] >= ACTIVE * described[0]["first"]  # (n,)
+        with watch(model, builder) as activations:
+            alpha, _ = attention_to(model, tokens, (k,), on_heads)  # (n, L, H, 1)
+        alpha = alpha.cpu()[..., 0].mean(2)[:, skipped:].double().mean(1)  # (n,)
+        activation = activations[0][:, k - 1]  # (n,)
+        active = activation >= ACTIVE * described[0]["first"]  # (n,)
         case = {"position": k, "changed": changed, "intervention": kind, "factor": factor}
         row = case | interval(alpha, "alpha_k") | {"fires": active.float().mean().item()}
         row["alpha_k_firing"] = alpha[active].mean().item() if active.any() else None
         row["alpha_k_off"] = None if active.all() else alpha[~active].mean().item()
         rows.append(row)
-        for size, value in zip(activations[0].tolist(), alpha.tolist()):
+        for size, value in zip(activation.tolist(), alpha.tolist()):
             points.append(case | {"activation": size, "alpha_k": value})
     return {"rows": rows, "points": points, "builders": described}
 
@@ -243,7 +244,7 @@ def with_and_without_bos(settings: Settings, spec, model):
     }
     rows = []
     for kind, (reader, tokens, place) in progress(cases.items(), desc="bos", unit=" cases", leave=False):
-        alphas = [attention_to(reader, part, (place,)) for part in batches(tokens)]  # (B, L, H, 1) each
+        alphas = [attention_to(reader, part, (place,))[0] for part in batches(tokens)]  # (B, L, H, 1) each
         for layer, alpha in enumerate(torch.cat(alphas).unbind(1), start=1):
             row = {"kind": kind, "place": place, "layer": layer, "alpha": alpha.mean().item()}
             rows.append(row | {"sink_rate": (alpha > EPSILON).float().mean().item()})

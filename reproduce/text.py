@@ -142,7 +142,7 @@ def born(run):
     activity = observe(end, tokens)
     layer = activity.layer
     builders = activity.builders(layer, min(MOST_BUILDERS, num_needed(activity, layer)))
-    alpha = attention.attention_to(end, tokens)[..., 0].mean(0)  # (L, H)
+    alpha = attention.attention_to(end, tokens)[0][..., 0].mean(0)  # (L, H)
     is_sink = alpha >= alpha.max().clamp(max=attention.EPSILON)  # at least the largest
     heads = [(place + 1, head) for place, head in is_sink.nonzero().tolist()]  # layers from 1
     sink = {"layer": layer, "dimension": activity.dimension(layer), "heads": heads}

@@ -376,8 +376,10 @@ def contents(place, may_be_packed=False):
     """A checkpoint's LazyTensors, and how many numbers others pack; UserError for these, if none may."""
     tensors = open_gguf(place).tensors if is_gguf(place) else open_tensors(weight_files(place))
     tensors = with_scales(raw_config(place), tensors)
+    bare = [name.replace("_orig_mod.", "").removeprefix("module.") for name in tensors]  # of compile, and DDP
+    names = bare if len({*bare}) == len(tensors) else tensors
     weights, packed = {}, {}
-    for name, tensor in tensors.items():
+    for name, tensor in zip(names, tensors.values()):
         if is_packed(name, tensor):
             packed[name] = math.prod(tensor.shape) * (8 if "32" in tensor.kind else 2)  # of 4 bits, or so
         elif tensor.kind in FLOATS and 0 not in tensor.shape and not MOMENT.search(name):

@@ -138,12 +138,6 @@ class Lens:
         """
         return patch.object(self, "unit_watchers", [*self.unit_watchers, on_units])
 
-    def ablated(self, on_units) -> "Lens":
-        """The same model, whose neurons are always what `on_units` makes of them."""
-        other = copy.copy(self)
-        other.unit_watchers = [on_units]
-        return other
-
     def down(self, layer):
         """The weights (d, F) of a layer's neurons on the stream."""
         downs = [bank.down for bank in self.banks[layer]]

@@ -184,7 +184,7 @@ def test_sinks_of_every_length(tokens, tmp_path):
     cases = [(False, 64), (False, 32), (True, 64), (True, 32)]
     for row, (bos_first, T) in zip(rows_of(run)[-1]["sinks"], cases, strict=True):
         windows, _ = data.TokenData(tokens, bos_first).held_out(100, 64)
-        alpha = attention.attention_to(checkpoint.load(run), windows[:, :T])[..., 0]  # (n, L, H)
+        alpha = attention.attention_to(checkpoint.load(run), windows[:, :T])[0][..., 0]  # (n, L, H)
         assert np.array(row["alpha1"]) == pytest.approx(alpha.mean(0).numpy(), abs=5e-5)  # four digits
         assert row["sink_rate"] == pytest.approx((alpha > 0.3).float().mean().item())
         assert (row["bos_first"], row["sequence_length"]) == (bos_first, T)

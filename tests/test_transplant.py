@@ -55,7 +55,7 @@ def test_constants_in_some_layers():
         model.hidden(tokens, on_state=seen.__setitem__)
         changed.hidden(tokens, on_state=seen_there.__setitem__)
     assert torch.equal(seen[1], seen_there[1]) and not torch.equal(seen[2], seen_there[2])
-    alpha = attention.attention_to(changed, tokens, (0,))
+    alpha, _ = attention.attention_to(changed, tokens, (0,))
     assert (alpha[:, [0, 2]] == 0).all() and (alpha[:, 1] > 0).all()
 
 
@@ -200,7 +200,7 @@ def test_lines_of_the_docs_use_the_file(model_type, tmp_path, monkeypatch):
             for i in range(len(lens.blocks))
         ]
     lens = attention.with_constants(lens, dict(enumerate(pairs, start=1)))
-    alpha = attention.attention_to(lens, tokens, (0, 2))
+    alpha, _ = attention.attention_to(lens, tokens, (0, 2))
     weights = torch.stack(output.attentions, dim=1).sum(3)  # (1, L, H, 1 + T)
     expected = weights[..., [0, 2]] / torch.tensor([40, 39])  # queries that see them
     torch.testing.assert_close(alpha, expected, rtol=0, atol=1e-5)  # float32 sums in another order

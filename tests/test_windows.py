@@ -58,7 +58,7 @@ def sees_of(lens, T):
 def test_alpha_is_the_mean_over_queries_that_see(lens, T, monkeypatch):
     monkeypatch.setattr(lenses, "WEIGHTS", 4000)  # few queries at a time
     tokens = lens.probe_tokens(T)
-    alpha = attention.attention_to(lens, tokens, range(1, T + 1))  # (B, L, H, T)
+    alpha, _ = attention.attention_to(lens, tokens, range(1, T + 1))  # (B, L, H, T)
     for seen, weights, sees in zip(alpha.unbind(1), eager_weights(lens, tokens), sees_of(lens, T)):
         for p in (1, 2, 7, 9, T // 2, T):
             queries = sees[:, p - 1].nonzero()[:, 0].tolist()
@@ -81,7 +81,7 @@ def test_hidden_weights_are_a_mask_of_transformers(lens):
     other = lens.hiding(hides, T // 2)
     truth = lens.model(input_ids=tokens, attention_mask=mask.expand(2, 1, T, T), use_cache=False).logits
     torch.testing.assert_close(other.unembed(other.hidden(tokens)), truth, rtol=0, atol=1e-5)
-    alpha = attention.attention_to(other, tokens, range(1, T // 2 + 1))
+    alpha, _ = attention.attention_to(other, tokens, range(1, T // 2 + 1))
     weights = torch.stack(eager_weights(lens, tokens, mask.expand(2, 1, T, T)), 1)
     expected = weights[..., T // 2 :, : T // 2].mean(3).float()
     torch.testing.assert_close(alpha, expected, rtol=0, atol=1e-6)
@@ -109,7 +109,7 @@ def test_a_constant_and_a_learned_sink_are_two():
     checks.check(lens)
     tokens = lens.probe_tokens(6)
     moved = attention.with_constants(lens, attention.constants_at(lens, tokens))
-    alpha = attention.attention_to(moved, tokens, (*range(1, 7), 0, -1))
+    alpha, _ = attention.attention_to(moved, tokens, (*range(1, 7), 0, -1))
     queries = torch.tensor([6, 5, 4, 3, 2, 1, 6, 6])
     shares = (alpha * queries / 6).sum(-1)
     torch.testing.assert_close(shares, torch.ones_like(shares), rtol=0, atol=1e-5)
@@ -124,20 +124,17 @@ def test_hide_of_our_own_is_explicit_attention(monkeypatch):
     T = 40
     tokens = random_tokens(0, range(2), T, 97)
     for reader in (model, attention.with_constants(model, attention.constants_at(model, tokens))):
-        weights = []
         with torch.inference_mode():
-            states = hide.late_attention(reader, tokens, torch.zeros(T, T).bool(), weights, None)
+            late, states = hide.late_attention(reader, tokens, torch.zeros(T, T).bool(), None)
             torch.testing.assert_close(states, reader.hidden(tokens), rtol=1e-4, atol=1e-4)
-            alpha = attention.attention_to(reader, tokens, (0, 1))
-        late = torch.stack(weights, 1)
+            alpha, _ = attention.attention_to(reader, tokens, (0, 1))
         assert late.shape == (2, 3, 4, T // 2 + 1)
         assert ((late[..., 0] > 0) == (alpha[..., 0] > 0)).all()
-        hidden = []
         hides = torch.zeros(T, T).bool()
         hides[1:, 0] = True
         with torch.inference_mode():
-            hide.late_attention(reader, tokens, hides, hidden, None)
-        assert (torch.stack(hidden)[..., 1] == 0).all()
+            hidden, _ = hide.late_attention(reader, tokens, hides, None)
+        assert (hidden[..., 1] == 0).all()
 
 
 TEN = "qwen3_next jamba bamba lfm2 granitemoehybrid gemma3_text gpt_oss deepseek_v3 gpt2 mixtral".split()
