@@ -184,8 +184,11 @@ def page(rows):
         if found == "wholly":
             lines += [", ".join(f"`{model_type}`" for model_type, _ in some), ""]
         else:
-            lines += ["| type | what is not seen, or why |", "|---|---|"]
-            lines += [f"| `{model_type}` | {said} |" for model_type, said in some] + [""]
+            lines += ["| what is not seen, or why | types |", "|---|---|"]
+            types = {}  # by reason
+            for model_type, said in some:
+                types.setdefault(said.strip(" :"), []).append(f"`{model_type}`")
+            lines += [f"| {said} | {', '.join(names)} |" for said, names in types.items()] + [""]
     return "\n".join(lines)
 
 
