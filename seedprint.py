@@ -25,7 +25,7 @@ from lib.runtime import default_batch_size, progress
 from lib.settings import Command, Names, RunSettings, UserError, at_least, run_script
 from lineage.births import IdentifySettings, identify
 from lineage.compare import CompareSettings, compare, matrix
-from sources.checkpoint import check_lengths, check_several, parse_spec, shortest_context
+from sources.checkpoint import check_lengths, parse_spec, shortest_context
 
 NULLS = 10  # Gaussian pairs that the paper's test compares with
 
@@ -49,7 +49,7 @@ def paper(settings: PaperSettings):
     For each dimension that is large in both models, Kendall's tau says how similarly they rank the inputs.
     `paper_t_p` and `paper_u_p` are p-values of a t-test and a U-test against Gaussian matrices' taus.
     """
-    base, *suspects = specs = [parse_spec(name, settings.init) for name in check_several(settings.models)]
+    base, *suspects = specs = [parse_spec(name, settings.init) for name in settings.models]
     widths = {spec.name: spec.config.d_model for spec in specs}
     if len(set(widths.values())) > 1:
         raise UserError(f"SeedPrint compares models of one width; these have {widths}")

@@ -26,7 +26,6 @@ from lib.results import Experiment, interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
-from measure.attention import EPSILON, sink_share, sink_statistics
 from measure.figures import draw_chain, draw_heads, draw_transplants
 from measure.units import COLUMNS, normed_disparity, observe, watch, zero_units
 from model import Transformer
@@ -90,7 +89,7 @@ def rate(settings: RateSettings):
     """Where does attention sink? The sink rate by length, and alpha_1 of each head (BB Figure 12; minutes)"""
     experiment, lists = measure_models("rate", "BB Figure 12", settings, sink_rates)
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "other_sink_rate")
-    columns += ("mean_alpha1", "uniform_alpha1", "windowed_layers", "norm_ratio", "value_ratio")
+    columns += ("mean_alpha1", "uniform_alpha1", "windowed_layers")
     result = experiment.save(**lists, columns=columns)
     title = "Where does attention sink on position 1?"
     draw_heads(experiment.folder / "rate.png", title, lists["heads"], "alpha1")
@@ -104,12 +103,12 @@ def sink_rates(settings: RateSettings, spec, model):
     rows, heads = [], []
     for T in progress(lengths, desc="rate", unit=" lengths", leave=False):
         tokens = read_tokens(settings, spec, T)
-        row, alpha = sink_statistics(model, tokens, range(2, T // 2 + 1))  # alpha (n, L, H)
+        row, alpha = attention.sink_statistics(model, tokens, range(2, T // 2 + 1))  # alpha (n, L, H)
         seen = model.seen or dict.fromkeys(range(1, alpha.shape[1] + 1), T)  # by layer: who see position 1
         uniform = [(1 / np.arange(1, count + 1)).mean() for count in seen.values()]  # they see all before
-        row |= {"sequence_length": T, "epsilon": EPSILON, "uniform_alpha1": np.mean(uniform)}
+        row |= {"sequence_length": T, "epsilon": attention.EPSILON, "uniform_alpha1": np.mean(uniform)}
         row["windowed_layers"] = np.less([*seen.values()], T).mean()  # share: not all see position 1 there
-        rows.append(row | interval(sink_share(alpha), "sink_rate", 0, 1))
+        rows.append(row | interval(attention.sink_share(alpha), "sink_rate", 0, 1))
         heads.append({"sequence_length": T, "layers": [*seen], "alpha1": alpha.mean(0).tolist()})
     return {"rows": rows, "heads": heads}
 
@@ -234,8 +233,8 @@ def effects(model: Transformer, tokens: torch.Tensor, builder, before):
         alphas, losses = alpha_and_loss(model, tokens, on_state, before, range(2, tokens.shape[1] // 2 + 1))
     by_head = alphas[..., :2].mean(0)  # alpha_1 and alpha_0, (L, H, 2)
     row = {
-        "sink_rate": sink_share(alphas[..., 0]).mean().item(),
-        "other_sink_rate": sink_share(alphas[..., 3:].amax(-1)).mean().item(),
+        "sink_rate": attention.sink_share(alphas[..., 0]).mean().item(),
+        "other_sink_rate": attention.sink_share(alphas[..., 3:].amax(-1)).mean().item(),
         "alpha1": by_head[..., 0].mean().item(),
         "constant_alpha": by_head[..., 1].mean().item(),
         "learned_sink_alpha": alphas[..., 2].mean().item(),

@@ -19,8 +19,11 @@ NANOGPT = {"block_size": "sequence_length", "batch_size": "global_batch_size or 
 NANOGPT |= {"n_layer": "num_layers", "n_head": "num_heads", "n_embd": "d_model", "lr": "learning_rate"}
 NANOGPT |= {"dataset": "source or data", "out_dir": "out", "eval_interval": "eval_every"}
 NANOGPT |= {"eval_iters": "eval_sequences", "log_interval": "log_every", "max_new_tokens": "tokens"}
-Names = Annotated[  # of models, without a flag
-    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="MODEL ...", help_behavior_hint="")
+Names = Annotated[  # of two models or more, without a flag
+    tuple[str, ...],
+    msgspec.Meta(min_length=2),
+    tyro.conf.Positional,
+    tyro.conf.arg(metavar="MODEL ...", help_behavior_hint=""),
 ]
 
 

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import tyro
 from scipy.special import stdtr
 
 from init import STD, draw_weight
 from lib.results import Experiment
 from lib.runtime import progress, rank
-from lib.settings import Names, OutputSettings, UserError
+from lib.settings import OutputSettings, UserError
 from lineage.judge import CHANCE_LOG10_P
 from sources.checkpoint import parse_spec
 from strangers.formats import open_spec
@@ -27,7 +28,7 @@ FIRST_NUMBERS = 65_536  # up to this many numbers
 class IdentifySettings(OutputSettings):
     """The settings of `identify`."""
 
-    models: Names = ()  # one model: a checkpoint folder, or PRESET@SEED
+    suspect: tyro.conf.Positional[str] = tyro.MISSING  # a checkpoint folder, or PRESET@SEED
     seeds: tuple[int, int] = (0, 99_999)  # the first and the last candidate
 
 
@@ -37,14 +38,12 @@ def identify(settings: IdentifySettings):
     `answer` is the best seed if its log10 p, corrected for all candidates (`family_log10_p`), is at most -6;
     else it is null, and only the closest candidate is printed. A changed basis hides the seed.
     """
-    if len(settings.models) != 1:
-        raise UserError("identify expects one model: a checkpoint folder, or PRESET@SEED")
     first, last = settings.seeds
     if not 0 <= first <= last:
         raise UserError(f"--seeds {first} {last}: expected FIRST LAST")
-    source = open_spec(parse_spec(settings.models[0], in_parts=True))
+    source = open_spec(parse_spec(settings.suspect, in_parts=True))
     if IDENTIFIED not in source.shapes:
-        raise UserError(f"{settings.models[0]} has no {IDENTIFIED}, which shows the seed")
+        raise UserError(f"{settings.suspect} has no {IDENTIFIED}, which shows the seed")
     experiment = Experiment("identify", "ours", settings)
     candidates = range(first, last + 1)
     rows = closest_births(source, candidates)
@@ -55,7 +54,7 @@ def identify(settings: IdentifySettings):
         said = f"seed {answer}"
     result = experiment.save(rows, shown=shown, answer=answer, candidates=len(candidates))
     if rank() == 0:
-        print(f"{settings.models[0]}: {said}")
+        print(f"{settings.suspect}: {said}")
     return result
 
 

@@ -18,7 +18,7 @@ from lineage.family import draw_family, lineage_figure
 from lineage.judge import COLUMNS, INCONCLUSIVE, VERDICTS, Pair, judge, row_of
 from lineage.layout import find_stacks
 from lineage.match import layers_to_read, likeliest_way, match_again, match_layers, tables_to_read
-from sources.checkpoint import check_several, parse_spec
+from sources.checkpoint import parse_spec
 from strangers.formats import open_spec, token_ids
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
@@ -114,7 +114,7 @@ def compare(settings: CompareSettings):
 
     A suspect that cannot be read gets the verdict `not read`; the others are compared; the exit status is 2.
     """
-    base_name, *names = check_several(settings.models)
+    base_name, *names = settings.models
     base = open_model(base_name, settings)
     experiment = Experiment("compare", "BB 6.1", settings)
     rows, details, unread = [], [], []
@@ -142,7 +142,7 @@ def compare(settings: CompareSettings):
 
 def matrix(settings: CompareSettings):
     """Which of several models share an initialization? All pairs, heat map, family tree (BB Table 4)."""
-    models = [open_model(name, settings) for name in check_several(settings.models)]
+    models = [open_model(name, settings) for name in settings.models]
     experiment = Experiment("matrix", "BB Table 4", settings)
     pairs = progress([*itertools.combinations(models, 2)], desc="matrix", unit=" pairs")
     rows = [{"a": a.name, "b": b.name} | compare_models(a, b, settings)[0] for a, b in pairs]

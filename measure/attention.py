@@ -52,27 +52,14 @@ def sink_share(alpha: Tensor) -> Tensor:
 
 def sink_statistics(model, tokens: Tensor, others=()):
     """For tokens (n, T): a row about sinks on position 1 and on any of `others`, and alpha_1 (n, L, H)."""
-    alphas, norms, values = [], [], []
-
-    def on_state(layer, x):
-        if layer > 0:  # 0 is the input
-            norms.append(ratio_of_first(x))
-
-    def on_heads(layer, heads, q, k, v, alpha):
-        values.append(ratio_of_first(v).mean(1))
-
-    for part in batches(tokens):
-        alphas.append(attention_to(model, part, (1, 0, -1, *others), on_heads, on_state)[0])
+    alphas = [attention_to(model, part, (1, 0, -1, *others))[0] for part in batches(tokens)]
     alpha, constant, learned, *rest = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
     row = {
         "sink_rate": sink_share(alpha).mean().item(),
         "other_sink_rate": sink_share(torch.stack(rest).amax(0)).mean().item() if rest else None,
         "mean_alpha1": alpha.mean().item(),
-        "max_alpha1": alpha.max().item(),
         "constant_alpha": constant.mean().item(),
         "learned_sink_alpha": learned.mean().item(),
-        "norm_ratio": torch.cat(norms).mean().item() if norms else None,
-        "value_ratio": torch.cat(values).mean().item(),
     }
     return row, alpha
 

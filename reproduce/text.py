@@ -78,10 +78,8 @@ def text(settings: NotedSettings):
             for measured in evaluation["sinks"]:
                 row = key | {"step": evaluation["step"], "tokens": tokens} | measured
                 alpha1 = row.pop("alpha1")  # by layer and head
-                row |= {"mean_alpha1": np.mean(alpha1), "max_alpha1": np.max(alpha1)}
-                rows.append(row | {"val_loss": evaluation["val_loss"]})
-    columns = ("config", "calibration", "seed", "step", "val_loss", "text_loss", "sink_rate", "mean_alpha1")
-    columns += ("max_alpha1", "disparity", "effective_rank")
+                rows.append(row | {"mean_alpha1": np.mean(alpha1), "val_loss": evaluation["val_loss"]})
+    columns = ("config", "calibration", "seed", "step", "val_loss", "text_loss", "sink_rate", "disparity")
     result = experiment.save(rows, columns, runs, runs=runs)
     points = [row for row in rows if row["config"] == CONFIG and row["bos_first"]]
     last = max([row["step"] for row in points], default=0)
@@ -166,8 +164,8 @@ def links_of(model, tokens, sink, builders):
         "builders": torch.stack(at_1).abs().mean().item(),
         "dimension": activity.state[sink["layer"], sink["dimension"]].abs().item(),
         "disparity": activity.disparity[sink["layer"]].item(),
-        "norm_ratio": found["norm_ratio"],
-        "value_ratio": found["value_ratio"],
+        "norm_ratio": activity.stack("norm_ratio").mean().item(),
+        "value_ratio": activity.stack("value_ratio").mean().item(),
         "key_alignment": torch.stack(alignments).mean().item(),
         "alpha1": alpha[:, sink_layers - 1, heads].mean().item(),
         "sink_rate": found["sink_rate"],

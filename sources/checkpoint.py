@@ -179,13 +179,6 @@ def shortest_context(specs):
     return min(spec.config.context_length for spec in specs)
 
 
-def check_several(names):
-    """The names; UserError if there are fewer than two."""
-    if len(names) < 2:
-        raise UserError("expected at least 2 models: names on the Hub, folders, files, or PRESET@SEED")
-    return names
-
-
 def check_lengths(lengths, context, flag="--sequence-length") -> None:
     """UserError for a length that does not fit the models' context."""
     for length in lengths:

@@ -71,12 +71,7 @@ def places_of(source):
                 expected = f'convert its "text": python -c "from datasets import load_dataset; {code}"'
             raise UserError(f"no text in '{name}': {expected}")
         named += found
-    places = {}
-    for place in named:
-        places.setdefault(os.path.realpath(place), place)
-    if len(places) < len(named):
-        say(f"{len(named) - len(places):,} of {len(named):,} files are named twice, and read once")
-    return list(places.values())
+    return list({os.path.realpath(place): place for place in named}.values())
 
 
 def pieces(places):

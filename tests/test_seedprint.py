@@ -215,9 +215,9 @@ def test_persistence(runs, tmp_path):
 @pytest.mark.parametrize(
     "words, expected",
     [
-        ("compare tiny_llama@1", "at least 2 models"),
+        ("compare tiny_llama@1", "length >= 2"),
         ("paper tiny_llama@1 tiny_llama@2 --paper-length 257", "--paper-length 257"),
-        ("identify tiny_llama@1 tiny_llama@2", "one model"),
+        ("identify tiny_llama@1 tiny_llama@2", "tiny_llama@2"),
         ("identify tiny_llama@1 --seeds 5 3", "--seeds 5 3"),
     ],
 )
