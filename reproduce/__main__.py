@@ -22,13 +22,14 @@ from reproduce.runs import run
 
 LLAMA, QWEN = "runs/lineage/tiny_llama", "runs/lineage/tiny_qwen"
 SMALL, LARGE = [f"models/qwen2.5-coder-{size}b-instruct-q4_k_m.gguf" for size in (0.5, 1.5)]
-GEMMA, FEW = "models/gemma-3-270m-q4_k_m.gguf", "--num-sequences 25"
-WIKITEXT = "data/wikitext-2/test.txt"
+GEMMA = "models/gemma-3-270m-q4_k_m.gguf"
+TWELVE, FEW = "--num-sequences 12", "--num-sequences 25"
+WIKITEXT = "--text data/wikitext-2/test.txt"
 BFLOAT16 = "--dtype bfloat16"
 LONG = "--num-sequences 16 --sequence-length 64 512"
-LONG_TEXT = f"--num-sequences 4 --text {WIKITEXT}"
+LONG_TEXT = f"--num-sequences 4 {WIKITEXT}"
 TRANSPLANT = "-m reproduce.interventions transplant"
-FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} --num-sequences 12"
+FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} {TWELVE}"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "probe": "probe.py --seed 42 43",
     "ten_thousand/probe": f"probe.py --seed 42 --num-sequences 10000 {BFLOAT16}",
@@ -79,19 +80,17 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "qwen2.5-coder-1.5b/intervene": f"-m reproduce.interventions intervene --model {LARGE} {FEW}",
     "models/ablate": f"-m reproduce.interventions ablate --model smollm2 {SMALL} {LARGE} {FEW}",
     "smollm2/transplant": f"{TRANSPLANT} --model smollm2 {LONG}",
-    "smollm2/wikitext/transplant": f"{TRANSPLANT} --model smollm2 {LONG} --text {WIKITEXT}",
+    "smollm2/wikitext/transplant": f"{TRANSPLANT} --model smollm2 {LONG} {WIKITEXT}",
     "qwen2.5-coder-0.5b/transplant": f"{TRANSPLANT} --model {SMALL} {LONG}",
-    "qwen2.5-coder-0.5b/wikitext/transplant": f"{TRANSPLANT} --model {SMALL} {LONG} --text {WIKITEXT}",
+    "qwen2.5-coder-0.5b/wikitext/transplant": f"{TRANSPLANT} --model {SMALL} {LONG} {WIKITEXT}",
     "gemma-3-270m/rate": f"sinks.py rate --model {GEMMA} {FEW} --sequence-length 64",
     "gemma-3-270m/anatomy": f"sinks.py anatomy --model {GEMMA} {FEW}",
     "gemma-3-270m/ablate": f"-m reproduce.interventions ablate --model {GEMMA} {FEW}",
-    "gemma-3-270m/transplant": f"sinks.py transplant --model {GEMMA} --num-sequences 12",
-    "gemma-3-270m/wikitext/transplant": f"sinks.py transplant --model {GEMMA} --num-sequences 12 "
-    f"--text {WIKITEXT}",
-    "models/bos": f"-m reproduce.interventions bos --model smollm2 {SMALL} {GEMMA} --num-sequences 12 "
-    f"--text {WIKITEXT}",
+    "gemma-3-270m/transplant": f"sinks.py transplant --model {GEMMA} {TWELVE}",
+    "gemma-3-270m/wikitext/transplant": f"sinks.py transplant --model {GEMMA} {TWELVE} {WIKITEXT}",
+    "models/bos": f"-m reproduce.interventions bos --model smollm2 {SMALL} {GEMMA} {TWELVE} {WIKITEXT}",
     "models/transplant": FOUR_CASES,
-    "models/wikitext/transplant": f"{FOUR_CASES} --text {WIKITEXT}",
+    "models/wikitext/transplant": f"{FOUR_CASES} {WIKITEXT}",
     "bench": "-m reproduce.bench",
 }
 FIRST = {"disguised": "-m reproduce.disguise tiny_llama@42"}  # a folder that a result reads, and its command

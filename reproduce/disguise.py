@@ -11,7 +11,6 @@ rounding.
 import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Literal
 
 import numpy as np
@@ -25,7 +24,8 @@ from lib.settings import Command, OutputSettings, UserError, run_script
 from model import GATED, Transformer
 from sources import checkpoint
 from sources.tokenizers import load_tokenizer
-from strangers.formats import HEAD, TOKEN_TABLE, open_spec
+from strangers.formats import HEAD, TOKEN_TABLE, CheckpointReader, open_spec
+from strangers.gguf import LazyTensor
 
 AXES = {  # what a matrix has along its rows and columns; a bias has the first of them
     "embed_tokens": ("tokens", "stream"),
@@ -153,14 +153,10 @@ def weights_of(source):
 
 def as_source(weights, config):
     """Weights by name as a checkpoint of ours, in memory."""
-    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
-
-    def read(name, part=()):
-        return weights[name][part]
-
-    said = {"config": config, "place": None, "told": {"layers": None, "tokens": None, "parts": ""}}
-    said |= {"packed": {}, "is_scaled": True, "names_mlps": False}
-    return SimpleNamespace(shapes=shapes, read=read, expect=lambda parts: None, **said)
+    tensors = {}
+    for name, weight in weights.items():
+        tensors[name] = LazyTensor(tuple(weight.shape), "F32", lambda part=(), weight=weight: weight[part])
+    return CheckpointReader(None, tensors, config)
 
 
 def save(folder, source, tokenizer=None) -> None:

@@ -16,15 +16,7 @@ from lib.random import keyed_generator
 from lib.results import interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
-from measure.attention import (
-    EPSILON,
-    attention_to,
-    batches,
-    constants_at,
-    disparity,
-    sink_share,
-    with_constants,
-)
+from measure import attention
 from measure.units import names_of, observe, ranked, watch, zero_units
 from model import Transformer
 from sinks import Case, Settings, TransplantSettings, alpha_and_loss, measure_models
@@ -82,7 +74,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
     for changed, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
         on_heads = replace_heads(model, k, changed, kind, factor)
         with watch(model, builder) as activations:
-            alpha, _ = attention_to(model, tokens, (k,), on_heads)  # (n, L, H, 1)
+            alpha, _ = attention.attention_to(model, tokens, (k,), on_heads)  # (n, L, H, 1)
         alpha = alpha.cpu()[..., 0].mean(2)[:, skipped:].double().mean(1)  # (n,)
         activation = activations[0][:, k - 1]  # (n,)
         active = activation >= ACTIVE * described[0]["first"]  # (n,)
@@ -171,8 +163,8 @@ def ablations(settings: Settings, spec, model):
         state = torch.cat(states)  # (n, d)
         left = state[:, dimension].mean() / activity.state[activity.layer, dimension]
         row = {"kind": kind, "num_ablated": len(units), "units": names_of(units)}
-        row |= {"left": left.item(), "disparity": disparity(state).mean().item()}
-        row |= interval(sink_share(alphas[..., 0]), "sink_rate", 0, 1)
+        row |= {"left": left.item(), "disparity": attention.disparity(state).mean().item()}
+        row |= interval(attention.sink_share(alphas[..., 0]), "sink_rate", 0, 1)
         rows.append(row | {"mean_alpha1": alphas[..., 0].mean().item(), "loss": losses["loss"]})
     return {"rows": rows}
 
@@ -233,8 +225,8 @@ def with_and_without_bos(settings: Settings, spec, model):
     text = first[:, 1:]
     within = text.clone()
     within[:, ELSEWHERE - 1] = first[0, 0]
-    of_bos = with_constants(model, constants_at(model, first[:1, :1]))
-    of_first = with_constants(model, constants_at(model, text))
+    of_bos = attention.with_constants(model, attention.constants_at(model, first[:1, :1]))
+    of_first = attention.with_constants(model, attention.constants_at(model, text))
     cases = {  # by kind: who reads what, and the position whose attention is measured; 0 is a constant
         "BOS first": (model, first, 1),
         "BOS's constants, no BOS": (of_bos, text, 0),
@@ -244,10 +236,11 @@ def with_and_without_bos(settings: Settings, spec, model):
     }
     rows = []
     for kind, (reader, tokens, place) in progress(cases.items(), desc="bos", unit=" cases", leave=False):
-        alphas = [attention_to(reader, part, (place,))[0] for part in batches(tokens)]  # (B, L, H, 1) each
+        parts = attention.batches(tokens)
+        alphas = [attention.attention_to(reader, part, (place,))[0] for part in parts]  # (B, L, H, 1) each
         for layer, alpha in enumerate(torch.cat(alphas).unbind(1), start=1):
             row = {"kind": kind, "place": place, "layer": layer, "alpha": alpha.mean().item()}
-            rows.append(row | {"sink_rate": (alpha > EPSILON).float().mean().item()})
+            rows.append(row | {"sink_rate": (alpha > attention.EPSILON).float().mean().item()})
     return {"rows": rows}
 
 
@@ -272,14 +265,14 @@ def cases_and_controls(seed, model, moved, activity, others, bos):
 
     def add(kind, constants, layers=None):
         some = {layer: pair for layer, pair in constants.items() if layers is None or layer in layers}
-        cases.append(Case(kind, with_constants(model, some)))
+        cases.append(Case(kind, attention.with_constants(model, some)))
 
-    constants = constants_at(model, others)  # by layer: (G, Dh) each
+    constants = attention.constants_at(model, others)  # by layer: (G, Dh) each
     jump = (activity.jumps() or [activity.layer])[0]
     add("moved, layer 1", constants, [1])
     add(f"moved, layers 1 to {jump}", constants, range(1, jump + 1))
     add(f"moved, from layer {jump + 1}", constants, range(jump + 1, model.config.num_layers + 1))
-    add("constants of position 2", constants_at(model, others, position=2))
+    add("constants of position 2", attention.constants_at(model, others, position=2))
     if max(len(key) for key, _ in constants.values()) > 1:
         rolled = {layer: (key.roll(1, 0), value.roll(1, 0)) for layer, (key, value) in constants.items()}
         add("constants of other heads", rolled)

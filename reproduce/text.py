@@ -5,9 +5,8 @@
     python -m reproduce.text birth runs/text/none-42 --out mine    # its sink at each kept step: half a minute
     python -m reproduce.text                                       # from results/text/*.jsonl: seconds
 
-A .jsonl file records one run of configs/text_sink.py: how it was made, each evaluation, and measurements of
-its last step. `birth` measures at each step the last step's sink heads, its largest dimension at position 1,
-and the neurons that build it.
+A .jsonl file records one run of configs/text_sink.py. `birth` measures at each step the last step's sink
+heads, its largest dimension at position 1, and the neurons that build it.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,7 @@
 """Use a model: write text with it, one token after another, or take its loss."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -89,6 +90,8 @@ def evaluate(settings: EvalSettings):
         if tokenizer.bos is not None:
             tokens = torch.cat((tokens.new_tensor([tokenizer.bos]), tokens))
     elif place:
+        if not settings.data and not Path(place).exists():
+            raise UserError(f"{place}, the data set of {spec.label}, is not here: say where with --data")
         data = TokenData(place)
         check_tokenizer(spec, data)
         tokens = torch.from_numpy(data.tokens["val"].astype("int64"))

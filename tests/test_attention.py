@@ -9,7 +9,7 @@ from conftest import KINDS, random_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from measure import attention, units
-from sinks import sink_statistics
+from measure.attention import sink_statistics
 from sources.inputs import random_tokens
 
 
