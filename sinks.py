@@ -76,7 +76,7 @@ def measure_models(name, paper, settings: Settings, measure, *more):
     for spec in progress(specs, desc=name, unit=" models"):
         named = {"checkpoint": spec.label, "text": text_of(settings, spec)}
         model = spec.load(experiment.device, experiment.dtype)
-        if spec.tokenizer_file and not spec.is_ours:
+        if spec.tokenizer_file and not spec.is_ours and spec.folder.is_dir():
             from strangers.check import note_bos  # imports transformers, as the model did
 
             note_bos(spec.tokenizer_file)

@@ -115,7 +115,7 @@ def late_attention(model, tokens, hides, on_state):
 
 def draw_hidden(path, rows) -> None:
     """Draw where heads sink and what that costs: a line for each case, a pair of panels for each model."""
-    question = "Can a sink be hidden? Who sees only itself becomes the sink. Forbid that, and the loss rises"
+    question = "Can a sink be hidden? Where heads sink if the first tokens are hidden, and what that costs"
     names = unique(rows, "checkpoint")
     figure, grid = new_figure(question, len(names), 2, width=5.4, height=2.8)
     for label, name, (where, cost) in zip(short_names(names), names, grid):
