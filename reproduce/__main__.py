@@ -27,7 +27,7 @@ TWELVE, FEW = "--num-sequences 12", "--num-sequences 25"
 WIKITEXT = "--text data/wikitext-2/test.txt"
 BFLOAT16 = "--dtype bfloat16"
 LONG = "--num-sequences 16 --sequence-length 64 512"
-LONG_TEXT = f"--num-sequences 4 {WIKITEXT}"
+FOUR_LONG, TWO_LONG = [f"--num-sequences {count} {WIKITEXT}" for count in (4, 2)]
 TRANSPLANT = "-m reproduce.interventions transplant"
 FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} {TWELVE}"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
@@ -69,9 +69,9 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "gemma-3-270m/hide": "-m reproduce.hide --model " + GEMMA,
     "text/hide": "-m reproduce.hide --model runs/text/none-42 runs/text/attenuate-42",
     "smollm2/ablate": "-m reproduce.interventions ablate --model smollm2",
-    "smollm2/wikitext/rate": f"sinks.py rate --model smollm2 --sequence-length 2048 8192 {LONG_TEXT}",
-    "qwen2.5-coder-0.5b/wikitext/rate": f"sinks.py rate --model {SMALL} --sequence-length 8192 {LONG_TEXT}",
-    "gemma-3-270m/wikitext/rate": f"sinks.py rate --model {GEMMA} --sequence-length 8192 {LONG_TEXT}",
+    "smollm2/wikitext/rate": f"sinks.py rate --model smollm2 --sequence-length 2048 8192 {FOUR_LONG}",
+    "qwen2.5-coder-0.5b/wikitext/rate": f"sinks.py rate --model {SMALL} --sequence-length 8192 {TWO_LONG}",
+    "gemma-3-270m/wikitext/rate": f"sinks.py rate --model {GEMMA} --sequence-length 8192 {FOUR_LONG}",
     "qwen2.5-coder-0.5b/rate": f"sinks.py rate --model {SMALL} {FEW} --sequence-length 64",
     "qwen2.5-coder-0.5b/anatomy": f"sinks.py anatomy --model {SMALL} {FEW}",
     "qwen2.5-coder-0.5b/intervene": f"-m reproduce.interventions intervene --model {SMALL} {FEW}",
