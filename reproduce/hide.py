@@ -1,7 +1,6 @@
 """Can a sink be hidden? Queries that may not see the first tokens (ours, after arXiv 2609.08574)
 
     python -m reproduce.hide                        # of smollm2: three minutes
-    python -m reproduce.hide --num-constants 0      # without constants, which need other windows
 
 The first k positions are hidden from all later queries: then the next position sees itself alone, as position
 1 did. Or from all but the next k: then no later one does. Both also with constants, the mean key and value of
@@ -25,8 +24,7 @@ from model import Transformer, with_sink
 from sinks import Settings, measure_models
 from sources.inputs import read_tokens
 
-HIDDEN, SHOWN = (1, 2, 4), 8  # how many positions are hidden, and told of
-FROM = 64  # predictions that are left out
+HIDDEN, SHOWN, FROM = (1, 2, 4), 8, 64  # positions that are hidden, and told of; predictions left out
 
 
 @dataclass
@@ -121,10 +119,13 @@ def draw_hidden(path, rows) -> None:
     for label, name, (where, cost) in zip(short_names(names), names, grid):
         cases = [row for row in rows if row["checkpoint"] == name and row["hidden"] < 4]
         shares = np.array([[row["constant"], *row["sink_rates"]] for row in cases])
+        for row, case in zip(shares, cases):
+            row[1 : 1 + case["hidden"]] = np.nan  # grey
         where.imshow(shares, cmap="cividis", vmin=0, vmax=0.6, aspect="auto")
+        where.set_facecolor("lightgrey")
         for (y, x), share in np.ndenumerate(shares):
-            text = "hidden" if 1 <= x <= cases[y]["hidden"] else f"{100 * share:.0f}"
-            colour = "black" if share > 0.35 else "white"
+            text = "hidden" if np.isnan(share) else f"{100 * share:.0f}"
+            colour = "white" if share < 0.35 else "black"
             where.text(x, y, text, ha="center", va="center", color=colour, size=8)
         where.set_xticks(range(1 + SHOWN), ["constant", *range(1, 1 + SHOWN)])
         where.set_yticks(range(len(cases)), map(words_of, cases))
@@ -132,15 +133,15 @@ def draw_hidden(path, rows) -> None:
         added = np.array([[row["added"], row["low"], row["high"]] for row in cases]).T
         cost.barh(range(len(cases)), added[0], xerr=abs(added[1:] - added[0]), color=BLUE)
         cost.axvline(0, color="black", ls="--", lw=1)
-        cost.set(ylim=where.get_ylim(), yticks=[], xlabel="nats", title="what the loss rises by (95 %)")
+        cost.set(ylim=where.get_ylim(), yticks=[], xlabel="nats", title="added loss, with 95 % interval")
     save_figure(figure, path)
 
 
 def words_of(row):
     """What is hidden in a case."""
     what = ("nothing", "1", "1 and 2")[row["hidden"]]
-    but = ("", " from all but 2", " from all but 3 and 4")[row["hidden"] * row["kind"].endswith("next")]
-    return what + " hidden" + but + ", and a constant" * row["constants"]
+    but = ("", ", except from 2", ", except from 3 and 4")[row["hidden"] * row["kind"].endswith("next")]
+    return what + " hidden" + but + " + a constant" * row["constants"]
 
 
 COMMANDS = {"": Command(hide, HideSettings())}
