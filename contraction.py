@@ -2,7 +2,6 @@
 
     python contraction.py                        # both: 8 to 9 minutes (all times: one thread)
     python contraction.py layers --seed 42       # Figures 2 and 7: which sublayer contracts, layer by layer
-    torchrun --nproc-per-node 2 contraction.py cure --seed {0..99}
 
 `layers` shows that MLPs begin the contraction; it reads Gaussian vectors with the standard deviation of
 embeddings, 0.02 (BB 4.1). `cure` tries models that do not contract. Seven more experiments:

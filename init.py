@@ -1,10 +1,5 @@
 """Initialization: a newborn's weights, each from its own random stream (BB Appendix B.1)
 
-    >>> import init, torch
-    >>> model = init.newborn("nano_gpt2", seed=42, embedding_seed=0)  # the model of `probe.py --seed 42`
-    >>> model(torch.randint(50257, (1, 64))).shape
-    torch.Size([1, 64, 50257])
-
 | parameters                            | scheme `gpt2`           | scheme `normal` (Hugging Face's) |
 |---------------------------------------|-------------------------|----------------------------------|
 | embeddings, head, q, k, v, gate, up   | N(0, 0.02^2)            | N(0, 0.02^2)                     |
@@ -77,6 +72,7 @@ def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, sch
 
 def births(config: ModelConfig, seed, embedding_seed=None, scheme="gpt2"):
     """By name, functions that return the initial value of each parameter; UserError if model.py draws one."""
+    # What is drawn here, not there: linear maps and embeddings, which stay on meta, and what is NaN there.
     with torch.random.fork_rng(devices=()), register_module_parameter_registration_hook(without_numbers):
         written, again = Transformer(config), Transformer(config)  # which differ in what is drawn
     values = {}

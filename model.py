@@ -124,11 +124,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal softmax(q k^T / sqrt(Dh)) v, (B, H, T, Dh), of q (B, H, T, Dh), k and v (B, G, T, Dh).
 
-    q may be the last position alone. If there is one more key than queries, key 0 is a learned sink that all
-    queries see.
+    q may be the last position alone. If there is one more key than queries, key 0 is an explicit sink's, and
+    all queries see it.
     """
     if 1 < q.shape[2] < k.shape[2]:
-        q = torch.cat((q[:, :, :1], q), dim=2)  # a dummy query for key 0: is_causal pairs them
+        q = torch.cat((q[:, :, :1], q), dim=2)  # is_causal pairs a copy, which is dropped, with key 0
         return causal_attention(q, k, v)[:, :, 1:]
     if q.device.type == "cpu":
         return kernels.causal_attention(q, k, v)
@@ -151,19 +151,20 @@ def mean_attention(q: Tensor, k: Tensor, sink_key: Tensor | None, positions) -> 
     """alpha (B, H, K): the weight on each of K positions, averaged over the queries that see it (BB 6.2.1).
 
     Attention returns weighted means of values. With one-hot values these are the weights, and no T x T matrix
-    is stored. Values are as wide as keys, so we ask for Dh positions at a time. Position 0 is the sink.
+    is stored. Values are as wide as keys, so we ask for Dh positions at a time. An explicit sink has position
+    0; a position that no key has gets 0.
     """
     keys = with_sink(sink_key, k)
-    first = k.shape[2] + 1 - keys.shape[2]  # position of the first key: 1, or 0 with an explicit sink
+    T, Dh = k.shape[2:]
+    places = torch.arange(T + 1 - keys.shape[2], T + 1, device=k.device)  # the keys' positions, from 0 or 1
     positions = torch.as_tensor(positions, device=k.device)
     sums = []
-    for part in positions.split(k.shape[3]):
-        (there,) = torch.nonzero(part >= first, as_tuple=True)
-        values = torch.zeros_like(keys)
-        values[:, :, part[there] - first, there] = 1
+    for part in positions.split(Dh):
+        one_hot = (places[:, None] == part).to(keys.dtype)  # (keys, K)
+        values = F.pad(one_hot, (0, Dh - len(part))).expand_as(keys).contiguous()
         weights = causal_attention(q, keys, values)[..., : len(part)]  # (B, H, T, K)
         sums.append(weights.sum(2, dtype=torch.float32))
-    queries = k.shape[2] + 1 - positions.clamp(min=1)  # (K,): how many see it; all see position 0
+    queries = T + 1 - positions.clamp(min=1)  # (K,): how many see it; position 0, all
     return torch.cat(sums, dim=2) / queries
 
 
@@ -285,7 +286,7 @@ class Transformer(nn.Module):
     def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None) -> Tensor:
         """Final-norm states (B, T, d), float32, of tokens (B, T) or of embeddings (B, T, d).
 
-        ValueError beyond the context. `last_only`: only the last position's state, (B, d), is computed.
+        ValueError beyond the context. `last_only`: the last block computes the last position alone, (B, d).
         `on_state(layer, x)` sees the stream (B, T, d) before the first block (as layer 0) and after each.
         `on_heads(layer, heads, q, k, v, alpha)` sees the calibrated outputs of heads (B, H, T, Dh), rotated
         q and k, v, and `mean_attention` as a function of positions; a tensor that it returns replaces heads.
@@ -349,7 +350,7 @@ class Transformer(nn.Module):
 
     @contextlib.contextmanager
     def hidden_units(self, on_units):
-        """While open, `on_units(layer, units, 0)` sees, and may replace, neurons (B, T, d_ff)."""
+        """While open, `on_units(layer, units, 0)` sees, and may replace, neurons (B, T, d_ff)."""  # 0: the first
 
         def hook(layer, module, inputs):
             return on_units(layer, *inputs, 0)

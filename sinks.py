@@ -6,9 +6,8 @@
 
 Positions count from 1. A head's alpha_k is its attention to position k, averaged over the queries that see
 it. A head is a *sink head* of a sequence if its alpha_1 is above 0.3. The *sink rate* is the mean share of
-sink heads; `other_sink_rate` is the same for heads whose alpha_k exceeds 0.3 for some k from 2 to T/2. A
-*neuron* is a hidden unit of an MLP, named LAYER/UNIT: layers count from 1, units from 0. *Builders* are the
-neurons that write a massive activation at position 1 (SO: super neurons); *removers* erase it.
+sink heads; `other_sink_rate` is the same for heads whose alpha_k exceeds 0.3 for some k from 2 to T/2.
+Neurons are named LAYER/UNIT: layers count from 1, units from 0.
 
 A model with a tokenizer reads docstrings of Python's standard library, or --text; others read random tokens.
 `low` and `high` bound Student's 95 % interval over sequences. More experiments: reproduce/interventions.py.
@@ -20,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from lib.random import random_tokens
 from lib.results import Experiment, interval
@@ -27,7 +27,7 @@ from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
 from measure.figures import draw_chain, draw_heads, draw_transplants
-from measure.units import COLUMNS, normed_disparity, observe, watch, zero_units
+from measure.units import COLUMNS, Chain, normed_disparity, observe, watch, zero_units
 from model import Transformer
 from sources.checkpoint import check_lengths, shortest_context, specs_of
 from sources.inputs import TextSettings, bos_of, read_tokens, text_of
@@ -60,7 +60,7 @@ class RateSettings(Settings):
 class TransplantSettings(Settings):
     """The settings of `transplant`."""
 
-    sequence_length: tuple[at_least(4), ...] = (64,)  # tokens in a sequence
+    sequence_length: tuple[at_least(5), ...] = (64,)  # tokens in a sequence
     num_sequences: at_least(2) = 32  # sequences; fewer, down to 4, if they are longer than 64 tokens
     num_constants: at_least(1) = 16  # extra sequences, whose first position gives the constants
     save: str | None = None  # new .safetensors file for the constants
@@ -68,7 +68,7 @@ class TransplantSettings(Settings):
 
 @torch.inference_mode()
 def measure_models(name, paper, settings: Settings, measure, *more):
-    """Call `measure(settings, spec, model, *more)` for each model; returns (experiment, lists of rows)."""
+    """Begin an experiment, and call `measure` for each model: lists of rows by name, which are joined."""
     specs = specs_of(settings.model, settings.seed)
     check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(specs))
     experiment = Experiment(name, paper, settings)
@@ -76,10 +76,6 @@ def measure_models(name, paper, settings: Settings, measure, *more):
     for spec in progress(specs, desc=name, unit=" models"):
         named = {"checkpoint": spec.label, "text": text_of(settings, spec)}
         model = spec.load(experiment.device, experiment.dtype)
-        if spec.tokenizer_file and not spec.is_ours and spec.folder.is_dir():
-            from strangers.check import note_bos  # imports transformers, as the model did
-
-            note_bos(spec.tokenizer_file)
         for key, rows in measure(experiment.settings, spec, model, *more).items():
             lists[key] += [named | row for row in rows]
     return experiment, lists
@@ -104,8 +100,8 @@ def sink_rates(settings: RateSettings, spec, model):
     for T in progress(lengths, desc="rate", unit=" lengths", leave=False):
         tokens = read_tokens(settings, spec, T)
         row, alpha = attention.sink_statistics(model, tokens, range(2, T // 2 + 1))  # alpha (n, L, H)
-        seen = model.seen or dict.fromkeys(range(1, alpha.shape[1] + 1), T)  # by layer: who see position 1
-        uniform = [(1 / np.arange(1, count + 1)).mean() for count in seen.values()]  # they see all before
+        seen = model.seen or dict.fromkeys(range(1, alpha.shape[1] + 1), T)  # a Lens has just counted them
+        uniform = [(1 / np.arange(1, count + 1)).mean() for count in seen.values()]  # query i would pay 1 / i
         row |= {"sequence_length": T, "epsilon": attention.EPSILON, "uniform_alpha1": np.mean(uniform)}
         row["windowed_layers"] = np.less([*seen.values()], T).mean()  # share: not all see position 1 there
         rows.append(row | interval(attention.sink_share(alpha), "sink_rate", 0, 1))
@@ -130,9 +126,10 @@ def anatomy(settings: Settings):
 def anatomy_rows(settings: Settings, spec, model):
     """A row for each layer and position, for each layer, for each builder and remover, and for the model."""
     tokens = read_tokens(settings, spec, settings.sequence_length)
-    activity = observe(model, tokens, with_chain=True)
-    units = activity.builders(activity.layer, 10) + activity.removers(5)[::-1]  # strongest remover last
-    rows, layers = activity.by_position(), activity.by_layer()
+    chain = Chain(len(tokens))
+    activity = observe(model, tokens, chain)
+    units = activity.builders(activity.peak, 10) + activity.removers(5)[::-1]  # strongest remover last
+    rows, layers = chain.rows(activity)
     random = random_tokens(settings.input_seed, range(len(tokens)), tokens.shape[1], model.config.vocab_size)
     about = {"disparity": activity.disparity.max().item(), "massive": max(row["massive"] for row in layers)}
     about["normed_random"] = normed_disparity(model, random.to(tokens.device))
@@ -141,29 +138,28 @@ def anatomy_rows(settings: Settings, spec, model):
 
 @dataclass
 class Case:
-    """A model, and what is changed in it and in front of the text that it reads."""
+    """A model that reads the text, and what is changed in it."""
 
     kind: str
     model: Transformer
+    front: int | None = None  # a token in front of the text
     at_zero: list = field(default_factory=list)  # ablated neurons, (layer, unit) each
-    prefix: list = field(default_factory=list)  # tokens in front of the text
 
 
 def transplant_cases(model, moved, activity, others, bos):
-    """A model trained with BOS reads it in the first two cases; later constants or a token replace it.
+    """The model as it is, with BOS if it was trained so; with constants in place of that; and with a token.
 
-    A token in front, like a constant, gives the text's first token something to attend to, so losses are best
-    compared with that case.
+    Whatever is in front gives the text's first token something to attend to, so losses with constants are
+    best compared with those where some token, an arbitrary one, is in front.
     """
     units = activity.selective()
     tokens = others.unique().tolist()
-    begin = [] if bos is None else [bos]
     return [
-        Case("unchanged", model, prefix=begin),
-        Case("builders at zero", model, units, begin),
+        Case("unchanged", model, bos),
+        Case("builders at zero", model, bos, units),
         Case("moved", moved),
-        Case("moved, builders at zero", moved, units),
-        Case("token in front", model, prefix=[tokens[len(tokens) // 2]]),
+        Case("moved, builders at zero", moved, None, units),
+        Case("token in front", model, tokens[len(tokens) // 2]),
     ]
 
 
@@ -194,14 +190,12 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
             attention.save_constants(Path(settings.save), constants, **facts)
         moved = attention.with_constants(model, constants)
         activity = observe(model, tokens)
-        builder = activity.builders(activity.layer, 1)[0]
+        builder = activity.builders(activity.peak, 1)[0]
         text = tokens if bos is None else tokens[:, 1:]
         cases = cases_of(model, moved, activity, others, bos)
         for case in progress(cases, desc="transplant", unit=" cases", leave=False):
             key = {"kind": case.kind, "sequence_length": T}
-            read = torch.cat((text.new_tensor(case.prefix).expand(len(text), -1), text), dim=1)
-            with case.model.hidden_units(zero_units(case.at_zero)):
-                row, largest, by_head = effects(case.model, read, builder, len(case.prefix))
+            row, largest, by_head = effects(case, text, builder)
             lists["rows"].append(key | row)
             lists["layers"] += [key | {"layer": layer, "largest": size} for layer, size in largest.items()]
             for kind, alpha in zip(MAPS.get(case.kind, ()), by_head.unbind(-1)):  # alpha (L, H)
@@ -216,11 +210,13 @@ def split_windows(settings: TransplantSettings, spec, T):
     return read_tokens(replace(settings, num_sequences=n + c), spec, T).split((n, c))
 
 
-def effects(model: Transformer, tokens: torch.Tensor, builder, before):
-    """A row about a model's sink on tokens (n, T); the stream's largest |number| by layer; alpha by head.
+def effects(case: Case, text: torch.Tensor, builder):
+    """A row about a case's sink on a text (n, T); the stream's largest |number| by layer; alpha by head.
 
-    The first `before` tokens precede the text: position 1 is the first of them, losses are of the text alone.
+    Position 1 is that of the token in front, if there is one; losses are of the text alone.
     """
+    before = 0 if case.front is None else 1
+    tokens = F.pad(text, (before, 0), value=case.front)
     means = attention.Means(len(tokens))
     largest = defaultdict(float)  # by layer
 
@@ -229,8 +225,9 @@ def effects(model: Transformer, tokens: torch.Tensor, builder, before):
             largest[layer] = max(largest[layer], x.abs().amax().item())
             means.add("disparity", layer, attention.disparity(x[:, 0]))
 
-    with watch(model, builder) as activations:
-        alphas, losses = alpha_and_loss(model, tokens, on_state, before, range(2, tokens.shape[1] // 2 + 1))
+    others = range(2, tokens.shape[1] // 2 + 1)
+    with case.model.hidden_units(zero_units(case.at_zero)), watch(case.model, builder) as activations:
+        alphas, losses = alpha_and_loss(case.model, tokens, on_state, before, others)
     by_head = alphas[..., :2].mean(0)  # alpha_1 and alpha_0, (L, H, 2)
     row = {
         "sink_rate": attention.sink_share(alphas[..., 0]).mean().item(),

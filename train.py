@@ -1,7 +1,6 @@
 """Train a model: what becomes of a newborn? On one CPU or many GPUs (BB B.4)
 
     python train.py configs/laptop.py                          # learns something visible in minutes
-    python train.py configs/laptop.py --source 'books/*.txt' --num-layers 4 --d-model 192     # text, size
     python train.py --resume --out runs/laptop                 # continues from its newest checkpoint
     python train.py sample runs/laptop --prompt "def "         # writes text with a checkpoint
     python train.py eval runs/laptop --text book.txt           # its loss, over the whole of a text

@@ -20,7 +20,8 @@ EPSILON = 0.3  # a sink head has an alpha_1 above this (arXiv 2410.10781)
 def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=None):
     """alpha_k, (B, L, H, K), of tokens (B, T) at K positions; final states (B, T, d).
 
-    Position 0 is a constant, -1 a learned sink.
+    Position 0 is a key and value in front of the text: constants, or an explicit sink. -1 is a learned sink:
+    what a stranger's softmax leaves to no key.
     """
     layers = []
 

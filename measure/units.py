@@ -1,12 +1,14 @@
-"""Which neurons build the sink, link by link? (SO's chain; contributions and removers are ours)"""
+"""Which neurons build the sink? What singles position 1 out, link by link? (SO; contributions are ours)"""
 
 import contextlib
 import math
+from collections import defaultdict
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.modules.module import register_module_forward_hook
 
 from measure.attention import TINY, Means, batches, check_seen, disparity, ratio_of_first
 
@@ -20,108 +22,31 @@ LINKS = {  # SO's chain from averaging to the sink, by layer and position
 }
 COLUMNS = ("std_ratio", "disparity", "massive", "norm_ratio", "value_ratio", "key_alignment")  # by layer
 COLUMNS += ("effective_rank", "output_tau", "alpha1")
-SELECTIVITY = 20  # a *selective* builder is at least this many times as active as elsewhere,
+SELECTIVITY = 20  # a selective builder is at least this many times as active as elsewhere,
 LEAST_SHARE = 0.001  # and makes at least this share of the dimension (ours)
 LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles disparity to above this (ours)
 
 
-class Activity(Means):
-    """Means over sequences (n, T) of what a model does at position 1, and of SO's chain if asked for.
+@dataclass
+class Activity:
+    """What a model does at position 1, on average over sequences; `observe` measures it.
 
-    The chain, as the paper tells it: a head's output is a mean of values. At position 1 it is a single value,
-    so its `std` over sequences, heads and dimensions is largest. W_O is said to amplify what varies most
-    (`output_tau`). This makes the *builders*, a few neurons, fire at position 1 alone. They make one
-    dimension of the stream huge (`norm`, `disparity`), and RMSNorm shrinks all others. So first tokens have
-    one key (`key_alignment`) and short values (`value_norm`), and queries find them (`alpha`).
-
-    The sink's dimension after a layer is the largest of the mean stream at position 1. A neuron contributes
-    its activation times its down weight to that dimension, times the dimension's sign; where a norm follows
-    the MLP, these products are rescaled to what the MLP adds. *Removers* subtract most (ours).
+    The *dimension* after a layer is the largest of the mean stream at position 1. A neuron *contributes* to
+    it its activation at position 1 times its down weight to that dimension, times the dimension's sign; where
+    a norm follows the MLP, the products are rescaled to what the MLP adds. *Builders* contribute most,
+    *removers* subtract most. A builder that is much less active at other positions is *selective*.
     """
 
-    def __init__(self, model, tokens: Tensor):
-        super().__init__(len(tokens))
-        self.model = model
-
-    def see_units(self, layer, units, offset) -> None:
-        self.add("at_1", (layer, offset), units[:, 0].float())
-        self.add("elsewhere", (layer, offset), units[:, 1:].float().abs().mean(1))
-
-    def see_first(self, layer, x) -> None:
-        self.add("state_1", layer, x[:, 0].float())
-        self.add("disparity", layer, disparity(x))  # (T,)
-
-    def see_stream(self, layer, x) -> None:
-        self.see_first(layer, x)
-        if layer > 0:  # 0 is the input
-            flat = x.flatten(0, 1).double()  # (B T, d)
-            sizes = x.float().abs()
-            self.add("norm", layer, x.float().norm(dim=2))  # (T,)
-            self.add("norm_ratio", layer, ratio_of_first(x))
-            least = sizes.flatten(1).median(1).values.mul(1000).clamp(min=100)[:, None]  # arXiv 2402.17762
-            self.add("massive", layer, (sizes.amax(2) >= least).sum(1).float())
-            self.add("mean", layer, x.double().mean(1))  # over positions, (d,)
-            self.add("product", layer, (flat.T @ flat)[None] / x.shape[1])  # mean of h h^T, (d, d)
-
-    def see_heads(self, layer, heads, q, k, v, alpha) -> None:
-        self.add_heads(layer, heads, q, k, v, alpha)
-        self.add("value_norm", layer, v.float().norm(dim=3).mean(1))  # (T,)
-        self.add("value_ratio", layer, ratio_of_first(v).mean(1))
-        self.add("key", layer, F.normalize(k.float(), dim=3))  # (G, T, Dh), each divided by its norm
-        self.add("alpha", layer, alpha(range(1, k.shape[2] + 1)).mean(1))  # (T,)
-
-    def finish(self) -> None:
-        """Join parts, and compute the links that are not means."""
-        self.state = self.stack("state_1")  # the mean stream at position 1, (L + 1, d), the input first
-        self.disparity = self.stack("disparity")[:, 0]  # of that stream, (L + 1,)
-        self.at_1 = self.joined("at_1")  # by layer: activations at position 1, (d_ff,)
-        self.elsewhere = self.joined("elsewhere")  # |activations| at the other positions
-        for layer in self.of["heads"]:
-            self.of["std"][layer] = std = self.std(layer)  # (T,)
-            self.of["std_ratio"][layer] = std[0] / std[1:].median()
-            self.of["alpha1"][layer] = self.of["alpha"][layer][0]
-            self.of["key_alignment"][layer] = self.of["key"][layer].norm(dim=2).mean(0)  # (T,)
-            self.of["output_tau"][layer] = output_tau(self.model.output_weight(layer), self.std(layer, 1))
-        for layer, product in self.of["product"].items():
-            self.of["effective_rank"][layer] = effective_rank(self.of["mean"][layer], product)
-
-    def joined(self, name):
-        """The neurons of each layer, joined from parts whose keys are (layer, number of the first)."""
-        layers = {}
-        for layer, offset in sorted(self.of[name]):
-            layers.setdefault(layer, []).append(self.of[name][layer, offset])
-        return {layer: torch.cat(some) for layer, some in layers.items()}
-
-    def links(self, names, layer, position=1):
-        """Numbers of a layer at a position, by name; None where a layer has no such link."""
-        row = {}
-        for name in names:
-            found = self.of[name].get(layer)
-            number = math.nan if found is None else found.flatten()[position - 1].item()
-            row[name] = number if math.isfinite(number) else None  # of a zero matrix, for one
-        return row
-
-    def by_position(self):
-        """A row of links for each layer and position."""
-        rows = []
-        for layer, norm in self.of["norm"].items():
-            for position in range(1, len(norm) + 1):
-                rows.append({"layer": layer, "position": position} | self.links(LINKS, layer, position))
-        return rows
-
-    def by_layer(self):
-        """A row of links for each layer, with builders if the layer makes a dimension dominate."""
-        rows = []
-        for layer in self.of["norm"]:
-            row = {"layer": layer} | self.links(COLUMNS, layer) | {"dimension": None, "builders": None}
-            if layer in self.jumps():
-                row |= {"dimension": self.dimension(layer), "builders": names_of(self.builders(layer, 4))}
-            rows.append(row)
-        return rows
+    model: object  # for its down weights
+    state: Tensor  # the mean stream at position 1, (L + 1, d), the input first
+    disparity: Tensor  # the stream's there, (L + 1,)
+    at_1: dict  # by layer: activations at position 1, (d_ff,)
+    elsewhere: dict  # by layer: |activations| at the other positions, (d_ff,)
+    added: dict  # by layer with a norm behind its MLP: what the MLP adds to the mean stream there, (d,)
 
     @property
-    def layer(self):
-        """The layer after which disparity at position 1 is largest."""
+    def peak(self):
+        """The layer after which disparity is largest."""
         return 1 + self.disparity[1:].argmax().item()
 
     def jumps(self):
@@ -134,18 +59,17 @@ class Activity(Means):
         return self.state[layer].abs().argmax().item()
 
     def contributions(self, layer, last=None):
-        """Each neuron's contribution, by layer (d_ff,), to the sink's dimension after a layer."""
+        """Each neuron's contribution, (d_ff,) by layer up to `last`, to the dimension after a layer."""
         dimension = self.dimension(layer)
         sign = self.state[layer, dimension].sign()
-        added = {}
+        found = {}
         for its_layer, activations in self.at_1.items():
             if last is None or its_layer <= last:
-                weights = self.model.down(its_layer)[dimension].float().cpu()
-                added[its_layer] = activations * weights * sign
-                if its_layer in self.of["silent"]:
-                    total = (self.state[its_layer] - self.of["silent"][its_layer])[dimension] * sign
-                    added[its_layer] *= total / added[its_layer].sum()
-        return added
+                products = activations * self.model.down(its_layer)[dimension].float().cpu() * sign
+                if its_layer in self.added:
+                    products *= self.added[its_layer][dimension] * sign / products.sum()
+                found[its_layer] = products
+        return found
 
     def builders(self, layer, count):
         """The strongest builders, at most `count`, of the dimension after a layer: (layer, unit) each."""
@@ -154,14 +78,13 @@ class Activity(Means):
         return ranked(added, max(1, min(count, positive)))
 
     def removers(self, count):
-        """The strongest removers of `self.layer`'s dimension, from all layers."""
-        return ranked({layer: -added for layer, added in self.contributions(self.layer).items()}, count)
+        """The strongest removers of the peak's dimension, from all layers."""
+        return ranked({layer: -added for layer, added in self.contributions(self.peak).items()}, count)
 
     def selective(self):
-        """The selective builders, which build at position 1 alone, the strongest first."""
-        dimension = self.dimension(self.layer)
-        needed = LEAST_SHARE * self.state[self.layer, dimension].abs()
-        chosen = self.contributions(self.layer, self.layer)
+        """The selective builders of the peak's dimension, the strongest first."""
+        needed = LEAST_SHARE * self.state[self.peak, self.dimension(self.peak)].abs()
+        chosen = self.contributions(self.peak, self.peak)
         for layer, added in chosen.items():
             is_quiet = self.at_1[layer].abs() < SELECTIVITY * self.elsewhere[layer]
             added[is_quiet | (added < needed)] = 0
@@ -169,8 +92,8 @@ class Activity(Means):
 
     def describe(self, units):
         """A row for each (layer, unit). `down_share` is the dimension's share of its squared down weights."""
-        dimension = self.dimension(self.layer)
-        builds = self.contributions(self.layer)
+        dimension = self.dimension(self.peak)
+        builds = self.contributions(self.peak)
         rows = []
         for layer, unit in units:
             squares = self.model.down(layer)[:, unit].float().square()
@@ -183,41 +106,123 @@ class Activity(Means):
         return rows
 
 
+class Chain(Means):
+    """Means over sequences that SO's links are made of; `observe` adds to them."""
+
+    def on_state(self, layer, x) -> None:
+        if layer > 0:  # 0 is the input
+            flat = x.flatten(0, 1).double()  # (B T, d)
+            sizes = x.float().abs()
+            self.add("norm", layer, x.float().norm(dim=2))  # (T,)
+            self.add("norm_ratio", layer, ratio_of_first(x))
+            self.add("disparity", layer, disparity(x))  # (T,)
+            least = sizes.flatten(1).median(1).values.mul(1000).clamp(min=100)[:, None]  # arXiv 2402.17762
+            self.add("massive", layer, (sizes.amax(2) >= least).sum(1).float())
+            self.add("mean", layer, x.double().mean(1))  # over positions, (d,)
+            self.add("product", layer, (flat.T @ flat)[None] / x.shape[1])  # mean of h h^T, (d, d)
+
+    def on_heads(self, layer, heads, q, k, v, alpha) -> None:
+        self.add_heads(layer, heads, q, k, v, alpha)
+        self.add("value_norm", layer, v.float().norm(dim=3).mean(1))  # (T,)
+        self.add("value_ratio", layer, ratio_of_first(v).mean(1))
+        self.add("key", layer, F.normalize(k.float(), dim=3))  # (G, T, Dh), each divided by its norm
+        self.add("alpha", layer, alpha(range(1, k.shape[2] + 1)).mean(1))  # (T,)
+
+    def links(self, model):
+        """LINKS and COLUMNS by name and layer: by position, (T,), or a number."""
+        links = defaultdict(dict, self.of)
+        for layer in self.of["heads"]:
+            links["std"][layer] = std = self.std(layer)
+            links["std_ratio"][layer] = std[0] / std[1:].median()
+            links["key_alignment"][layer] = self.of["key"][layer].norm(dim=2).mean(0)
+            links["output_tau"][layer] = output_tau(model.output_weight(layer), self.std(layer, 1))
+        for layer, product in self.of["product"].items():
+            links["effective_rank"][layer] = effective_rank(self.of["mean"][layer], product)
+        return links | {"alpha1": self.of["alpha"]}
+
+    def rows(self, activity: Activity):
+        """A row for each layer and position; and for each layer, with builders if a dimension dominates."""
+        links = self.links(activity.model)
+        positions, layers = [], []
+        for layer, norm in links["norm"].items():
+            for position in range(1, len(norm) + 1):
+                key = {"layer": layer, "position": position}
+                positions.append(key | numbers(links, LINKS, layer, position))
+            row = {"layer": layer} | numbers(links, COLUMNS, layer) | {"dimension": None, "builders": None}
+            if layer in activity.jumps():
+                row["dimension"] = activity.dimension(layer)
+                row["builders"] = names_of(activity.builders(layer, 4))
+            layers.append(row)
+        return positions, layers
+
+
+def numbers(links, names, layer, position=1):
+    """Some links of a layer at a position, by name; None where it has no such link, as without attention."""
+    row = {}
+    for name in names:
+        found = links[name].get(layer)
+        number = math.nan if found is None else found.flatten()[position - 1].item()
+        row[name] = number if math.isfinite(number) else None  # of a zero matrix, for one
+    return row
+
+
 @torch.inference_mode()
-def observe(model, tokens: Tensor, with_chain=False) -> Activity:
+def observe(model, tokens: Tensor, chain: Chain | None = None) -> Activity:
     """The Activity of a model on tokens (n, T); UserError if its states or neurons cannot be seen."""
     check_seen(model, "states", "units")
-    activity = Activity(model, tokens)
-    on_state = activity.see_stream if with_chain else activity.see_first
-    on_heads = activity.see_heads if with_chain else None
-    with model.hidden_units(activity.see_units):
+    means = Means(len(tokens))
+
+    def on_units(layer, units, first):
+        means.add("at_1", (layer, first), units[:, 0].float())
+        means.add("elsewhere", (layer, first), units[:, 1:].float().abs().mean(1))
+
+    def on_state(layer, x):
+        means.add("state", layer, x[:, 0].float())
+        means.add("disparity", layer, disparity(x[:, 0]))
+        if chain is not None:
+            chain.on_state(layer, x)
+
+    with model.hidden_units(on_units):
         for part in batches(tokens):
-            model.hidden(part, on_state=on_state, on_heads=on_heads)
-    activity.finish()
+            model.hidden(part, on_state=on_state, on_heads=None if chain is None else chain.on_heads)
+    state = means.stack("state")
+    at_1, elsewhere = (joined(means.of[name]) for name in ("at_1", "elsewhere"))
+    added = {}
     for layer in model.normed_layers:
-        with model.hidden_units(zero_units([(layer, unit) for unit in range(len(activity.at_1[layer]))])):
-            for part in batches(tokens[:, :1]):
+        with model.hidden_units(zero_units([(layer, unit) for unit in range(len(at_1[layer]))])):
+            for part in batches(tokens[:, :1]):  # position 1 sees no other
                 states = {}
                 model.hidden(part, on_state=states.__setitem__)
-                activity.add("silent", layer, states[layer][:, 0].float())
-    return activity
+                means.add("silent", layer, states[layer][:, 0].float())
+        added[layer] = state[layer] - means.of["silent"][layer]
+    return Activity(model, state, means.stack("disparity"), at_1, elsewhere, added)
+
+
+def joined(parts):
+    """The neurons of each layer, (d_ff,), of parts by (layer, number of the first neuron)."""
+    layers = defaultdict(list)
+    for layer, first in sorted(parts):
+        layers[layer].append(parts[layer, first])
+    return {layer: torch.cat(some) for layer, some in layers.items()}
 
 
 @torch.inference_mode()
 def normed_disparity(model, tokens: Tensor):
-    """The disparity at position 1, the largest of all layers, behind a block's first part, its norm (SO)."""
+    """The largest disparity of all layers at position 1, behind a block's norm, which it calls first (SO)."""
     means = Means(len(tokens))
-    block_of = {part: block for block in model.blocks for part in block.children()}
+    called = set()  # layers, in a pass
 
-    def note(part, inputs, output):
-        block = block_of.get(part)
-        if block in waiting and getattr(output, "ndim", 0) == 3:
-            waiting.remove(block)
-            means.add("disparity", block, disparity(output[:, 0]))
+    def on_part(layer, part, inputs, output):
+        if layer not in called and getattr(output, "ndim", 0) == 3:
+            called.add(layer)
+            means.add("disparity", layer, disparity(output[:, 0]))
 
-    with register_module_forward_hook(note):
+    with contextlib.ExitStack() as stack:
+        for layer, block in enumerate(model.blocks, start=1):
+            for part in block.children():
+                stack.enter_context(part.register_forward_hook(partial(on_part, layer)))
         for some in batches(tokens):
-            waiting = {*model.blocks}
+            called.clear()
             model.hidden(some)
     return means.stack("disparity").max().item()
 

@@ -50,7 +50,7 @@ def every_case(settings: HideSettings, spec, model):
     T, n, c = settings.sequence_length, settings.num_sequences, settings.num_constants
     tokens, others = read_tokens(replace(settings, num_sequences=n + c), spec, T).split((n, c))
     activity = observe(model, tokens)
-    builder = activity.builders(activity.layer, 1)[0]
+    builder = activity.builders(activity.peak, 1)[0]
     query = torch.arange(T, device=tokens.device)[:, None]
     cases = [("as it is", 0, query < 0)]
     cases += [("hidden", k, (query.T < k) & (query > query.T)) for k in HIDDEN]

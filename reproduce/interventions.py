@@ -65,7 +65,7 @@ def every_intervention(settings: InterveneSettings, spec, model):
     k = settings.position
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens)
-    builder = activity.builders(activity.layer, 1)[0]
+    builder = activity.builders(activity.peak, 1)[0]
     described = activity.describe([builder])
     skipped = builder[0] if builder[0] < model.config.num_layers else 1  # layers the builder cannot change
     kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
@@ -134,19 +134,19 @@ def ablate(settings: Settings):
 def ablations(settings: Settings, spec, model):
     """A row for the unchanged model, and for each set of neurons ablated or held constant.
 
-    `left`, the share left of the sink's dimension, and `disparity` are of position 1 after `activity.layer`.
+    `left`, the share left of the sink's dimension, and `disparity` are of position 1 after `activity.peak`.
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens)
-    dimension = activity.dimension(activity.layer)
-    count = num_needed(activity, activity.layer)
-    builders = activity.builders(activity.layer, min(MOST_BUILDERS, count))
+    dimension = activity.dimension(activity.peak)
+    count = num_needed(activity, activity.peak)
+    builders = activity.builders(activity.peak, min(MOST_BUILDERS, count))
     sets = sets_of_units(settings, activity, builders)
     num_bos = 0 if bos_of(settings, spec) is None else 1
     rows, states = [], []
 
     def on_state(layer, x):
-        if layer == activity.layer:
+        if layer == activity.peak:
             states.append(x[:, 0].float().cpu())
 
     def hold(layer, values, first):
@@ -161,7 +161,7 @@ def ablations(settings: Settings, spec, model):
         with model.hidden_units(hold if kind == "constant" else zero_units(units)):
             alphas, losses = alpha_and_loss(model, tokens, on_state, num_bos)
         state = torch.cat(states)  # (n, d)
-        left = state[:, dimension].mean() / activity.state[activity.layer, dimension]
+        left = state[:, dimension].mean() / activity.state[activity.peak, dimension]
         row = {"kind": kind, "num_ablated": len(units), "units": names_of(units)}
         row |= {"left": left.item(), "disparity": attention.disparity(state).mean().item()}
         row |= interval(attention.sink_share(alphas[..., 0]), "sink_rate", 0, 1)
@@ -258,17 +258,17 @@ def cases_and_controls(seed, model, moved, activity, others, bos):
     cases = sinks.transplant_cases(model, moved, activity, others, bos)
     tokens = others.unique().tolist()
     for token in (tokens[len(tokens) // 4], tokens[3 * len(tokens) // 4]):
-        cases.append(Case(f"token in front: {token}", model, prefix=[token]))
-    builders = activity.builders(activity.layer, num_needed(activity, activity.layer))
+        cases.append(Case(f"token in front: {token}", model, token))
+    builders = activity.builders(activity.peak, num_needed(activity, activity.peak))
     if set(builders) != set(cases[1].at_zero):
-        cases.append(Case("builders of 99 % at zero", model, builders, cases[0].prefix))
+        cases.append(Case("builders of 99 % at zero", model, bos, builders))
 
     def add(kind, constants, layers=None):
         some = {layer: pair for layer, pair in constants.items() if layers is None or layer in layers}
         cases.append(Case(kind, attention.with_constants(model, some)))
 
     constants = attention.constants_at(model, others)  # by layer: (G, Dh) each
-    jump = (activity.jumps() or [activity.layer])[0]
+    jump = (activity.jumps() or [activity.peak])[0]
     add("moved, layer 1", constants, [1])
     add(f"moved, layers 1 to {jump}", constants, range(1, jump + 1))
     add(f"moved, from layer {jump + 1}", constants, range(jump + 1, model.config.num_layers + 1))

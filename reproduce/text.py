@@ -24,7 +24,7 @@ from lib.files import read_json
 from lib.results import Experiment
 from lib.settings import Command, OutputSettings, UserError, run_script
 from measure import attention
-from measure.units import observe
+from measure.units import Chain, observe
 from reproduce.interventions import num_needed
 from sources import checkpoint
 from sources.data import default_folder, open_data
@@ -137,7 +137,7 @@ def born(run):
     tokens = read_tokens(reading_of(run), checkpoint.parse_spec(run.out), 64)  # (n, 64)
     end = checkpoint.load(steps[-1])
     activity = observe(end, tokens)
-    layer = activity.layer
+    layer = activity.peak
     builders = activity.builders(layer, min(MOST_BUILDERS, num_needed(activity, layer)))
     alpha = attention.attention_to(end, tokens)[0][..., 0].mean(0)  # (L, H)
     is_sink = alpha >= alpha.max().clamp(max=attention.EPSILON)  # at least the largest
@@ -154,17 +154,18 @@ def born(run):
 
 def links_of(model, tokens, sink, builders):
     """A number for each of LINKS in a step's model, its disparity and its sink rate."""
-    activity = observe(model, tokens, with_chain=True)
+    chain = Chain(len(tokens))
+    activity = observe(model, tokens, chain)
     at_1 = [activity.at_1[layer][unit] for layer, unit in builders]
     sink_layers, heads = np.array(sink["heads"]).T
-    alignments = [activity.of["key_alignment"][one][1:] for one in np.unique(sink_layers)]
+    alignments = [chain.links(model)["key_alignment"][one][1:] for one in np.unique(sink_layers)]
     found, alpha = attention.sink_statistics(model, tokens)  # alpha (n, L, H)
     return {
         "builders": torch.stack(at_1).abs().mean().item(),
         "dimension": activity.state[sink["layer"], sink["dimension"]].abs().item(),
         "disparity": activity.disparity[sink["layer"]].item(),
-        "norm_ratio": activity.stack("norm_ratio").mean().item(),
-        "value_ratio": activity.stack("value_ratio").mean().item(),
+        "norm_ratio": chain.stack("norm_ratio").mean().item(),
+        "value_ratio": chain.stack("value_ratio").mean().item(),
         "key_alignment": torch.stack(alignments).mean().item(),
         "alpha1": alpha[:, sink_layers - 1, heads].mean().item(),
         "sink_rate": found["sink_rate"],

@@ -1,10 +1,7 @@
 """Find, load and save a model by name.
 
->>> from sources import checkpoint
->>> model = checkpoint.load("nano_llama@42")          # newborn; with embedding seed 7: "nano_llama@42:7"
->>> model = checkpoint.load("runs/laptop")            # a run's newest step; or runs/laptop/step_0000100
->>> model = checkpoint.load("/models/Llama-2-7b-hf")  # or any causal language model; or a .gguf
->>> model = checkpoint.load("Qwen/Qwen2.5-0.5B")      # from the Hub: also ORG/NAME@COMMIT, ORG/NAME/file.gguf
+checkpoint.load("nano_llama@42:7")      # a newborn of seed 42, its embedding of seed 7
+checkpoint.load("runs/laptop")          # a run's newest step; or a folder, a .gguf file, ORG/NAME of the Hub
 """
 
 import functools

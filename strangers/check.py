@@ -1,6 +1,7 @@
 """Does a Lens see what a model does? It is compared with the model as it is, in eager, on a few tokens."""
 
 import contextlib
+import functools
 import sys
 from functools import partial
 
@@ -14,6 +15,7 @@ from strangers.lens import tensor_of
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # of a share, and of the largest number
 
 
+@functools.cache
 def note_bos(file) -> None:
     """Say so if the tokenizer of `transformers` does not put BOS in front where its configuration does."""
     with contextlib.suppress(Exception):  # a tokenizer that transformers does not read

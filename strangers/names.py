@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import re
 from dataclasses import replace
-from os.path import exists, isfile
+from os.path import exists, isdir, isfile
 from pathlib import Path
 
 import torch
@@ -49,7 +49,11 @@ class Stranger(Spec):
         return next((folder / name for name in names if isfile(folder / name)), None)
 
     def begins_with_bos(self, tokenizer):
-        """Whether the tokenizer's own rule puts BOS in front."""
+        """Whether the tokenizer's own rule puts BOS in front; a note, if `transformers` does otherwise."""
+        if isdir(self.folder):  # a .gguf file's tokenizer is written here
+            from strangers.check import note_bos
+
+            note_bos(self.tokenizer_file)
         return tokenizer.adds_bos
 
     def load(self, device="cpu", dtype=torch.float32):

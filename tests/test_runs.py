@@ -114,7 +114,7 @@ def test_text_and_birth(quick, monkeypatch):
     windows[:, 0] = 256
     activity = observe(checkpoint.load(checkpoint.steps("runs/text/none-42")[-1]), windows)
     builders = [(row["layer"], row["unit"]) for row in found["builders"]]
-    assert builders == activity.builders(activity.layer, len(builders))
+    assert builders == activity.builders(activity.peak, len(builders))
 
 
 def test_what_is_noted_is_shown(tmp_path):

@@ -89,12 +89,12 @@ def test_effects_against_a_plain_recomputation():
 def test_selective_builders():
     """Active at position 1 alone, and each a thousandth of the dimension; not in later layers."""
     down = torch.tensor([[1.0, 1.0, -1.0, 1.0], [0.0, 0.0, 0.0, 0.0]])  # (d, d_ff)
-    activity = Activity(SimpleNamespace(down=lambda layer: down, normed_layers=()), torch.zeros(1, 2))
-    activity.state = torch.tensor([[0.0, 0.0], [-100.0, 1.0], [-10.0, 1.0]])
-    activity.disparity = torch.tensor([1.0, 60.0, 20.0])  # largest after layer 1
-    activity.at_1 = {1: torch.tensor([-50.0, -40.0, 10.0, -0.09]), 2: torch.tensor([-50.0, 0.0, 0.0, 0.0])}
-    activity.elsewhere = {1: torch.tensor([2.6, 2.0, 0.1, 0.0]), 2: torch.zeros(4)}
-    assert activity.builders(activity.layer, 4) == [(1, 0), (1, 1), (1, 2), (1, 3)]
+    state = torch.tensor([[0.0, 0.0], [-100.0, 1.0], [-10.0, 1.0]])
+    disparity = torch.tensor([1.0, 60.0, 20.0])  # largest after layer 1
+    at_1 = {1: torch.tensor([-50.0, -40.0, 10.0, -0.09]), 2: torch.tensor([-50.0, 0.0, 0.0, 0.0])}
+    elsewhere = {1: torch.tensor([2.6, 2.0, 0.1, 0.0]), 2: torch.zeros(4)}
+    activity = Activity(SimpleNamespace(down=lambda layer: down), state, disparity, at_1, elsewhere, {})
+    assert activity.builders(activity.peak, 4) == [(1, 0), (1, 1), (1, 2), (1, 3)]
     assert activity.selective() == [(1, 1), (1, 2)]  # 1/0 is but 19 times as active, 1/3 makes too little
 
 
@@ -107,7 +107,7 @@ def test_rows_are_what_their_kinds_say(tmp_path):
     both = random_tokens(0, range(8), 12, 97)
     tokens, others = both[:5], both[5:]
     activity = observe(model, tokens)
-    builder = activity.builders(activity.layer, 1)[0]
+    builder = activity.builders(activity.peak, 1)[0]
     means = attention.constants_at(model, others)
     changed = attention.with_constants(model, means)
     turned = {layer: [x[[1, 0]] for x in pair] for layer, pair in means.items()}
@@ -116,8 +116,8 @@ def test_rows_are_what_their_kinds_say(tmp_path):
     for kind, measured in models.items():
         expected, *_ = effects(measured, tokens, builder, 0)
         assert rows[kind, 12].items() >= expected.items()
-    needed = num_needed(activity, activity.layer, 0.99)
-    with model.hidden_units(zero_units(activity.builders(activity.layer, needed))):
+    needed = num_needed(activity, activity.peak, 0.99)
+    with model.hidden_units(zero_units(activity.builders(activity.peak, needed))):
         expected, *_ = effects(model, tokens, builder, 0)
     assert rows["builders of 99 % at zero", 12].items() >= expected.items()
     front = [row for (kind, T), row in rows.items() if kind.startswith("token in front") and T == 12]
@@ -136,7 +136,7 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
     lists = transplants(TransplantSettings(**SETTINGS, sequence_length=(15,)), saved(model, tmp_path), model)
     rows = {row["kind"]: row for row in lists["rows"]}
     activity = observe(model, tokens)
-    builder = activity.builders(activity.layer, 1)[0]
+    builder = activity.builders(activity.peak, 1)[0]
     of_bos = attention.with_constants(model, attention.constants_at(model, tokens))
     for kind, measured, reading, before in (
         ("unchanged", model, tokens, 1),
