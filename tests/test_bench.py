@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import KINDS, run_here
+from conftest import run_here
 
 from lib.files import read_json
 from model import PRESETS, ModelConfig, Transformer
@@ -36,11 +36,6 @@ def test_both_learn_the_same_windows():
     assert losses[0][0] == pytest.approx(expected, rel=1e-5)  # float32 sums of 64 losses
     for first, _, third in losses:
         assert third < first
-
-
-def test_a_gpt2_has_no_peer(monkeypatch):
-    monkeypatch.setitem(PRESETS, "nano_gpt2", KINDS["gpt2"])
-    assert len(bench.training_steps("nano_gpt2", TOKENS, torch.bfloat16)) == 1
 
 
 def test_transformers_model_has_the_same_parameters():

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -17,7 +16,6 @@ from lib.settings import UserError
 from model import ModelConfig
 from sources import checkpoint
 from sources.checkpoint import parse_spec, specs_of
-from sources.runs import Run
 from strangers import formats
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
@@ -102,42 +100,26 @@ def test_a_tied_matrix_under_either_name_or_both(tmp_path):
         assert source.config is None and formats.HEAD in source.shapes
 
 
-@pytest.mark.parametrize(
-    "changes, word",
-    [
-        ({"model_type": "gpt_neox"}, "gpt_neox"),
-        ({"num_hidden_layers": 10**9}, "too few"),
-        ({"max_position_embeddings": None}, "missing required field `context_length`"),
-        ({"num_key_value_heads": "2"}, r"Expected `int.*\$\.num_kv_heads`"),
-    ],
-)
-def test_foreign_and_wrong_configurations(tmp_path, changes, word):
-    folder, _ = saved(tmp_path / "a", KINDS["llama"])
-    edit_config(folder, **changes)
-    with pytest.raises(UserError, match=word):
-        load_own(folder)
-    if "max_position_embeddings" in changes:  # what compares weights needs none
-        assert formats.open_spec(parse_spec(folder), True).config is None
+DAMAGES = {
+    "gpt_neox": {"model_type": "gpt_neox"},
+    "too few": {"num_hidden_layers": 10**9},
+    "context_length|max_position_embeddings": {"max_position_embeddings": None},
+    r"Expected `int.*\$\.num_kv_heads": {"num_key_value_heads": "2"},
+    "missing or unknown|inconsistent|does not fit|shape": {"hidden_size": 64},
+}
 
 
-@pytest.mark.parametrize(
-    "name, value, word",
-    [
-        ("num_hidden_layers", 10**9, "too few"),
-        ("max_position_embeddings", None, "max_position_embeddings"),
-        ("model_type", None, "model_type"),
-        ("model_type", "gpt_neox", "gpt_neox"),
-        ("num_key_value_heads", "2", r"Expected `int.*\$\.num_kv_heads`"),
-        ("hidden_size", 64, "is missing or unknown"),
-        ("rope_parameters", 3, "TypeError"),
-    ],
-)
-def test_a_damaged_folder_of_ours(tmp_path, name, value, word):
+@pytest.mark.parametrize("is_ours", [False, True])
+@pytest.mark.parametrize("word", DAMAGES)
+def test_damaged_configurations(tmp_path, word, is_ours):
     folder, _ = saved(tmp_path / "a", KINDS["llama"])
-    edit_config(folder, **{name: value, checkpoint.OURS: True})
-    assert parse_spec(folder).is_ours
+    edit_config(folder, **DAMAGES[word], **{checkpoint.OURS: is_ours or None})
+    spec = parse_spec(folder)
+    assert spec.is_ours == is_ours
     with pytest.raises(UserError, match=word):
-        checkpoint.load(folder)
+        spec.load() if is_ours else spec.load_own()
+    if word.startswith("context") and not is_ours:  # what compares weights needs none
+        assert formats.open_spec(spec, True).config is None
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -149,7 +131,6 @@ WINDOWS = [  # what config.json says of windows in which no layer slides
 
 
 def logits_of_transformers(folder: str) -> torch.Tensor:
-    """What transformers makes of TOKENS."""
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     with torch.no_grad():
         return model(TOKENS).logits
@@ -249,30 +230,9 @@ def test_models_that_flags_choose(tmp_path):
         checkpoint.check_lengths((1, 257), 256)
 
 
-def test_names_of_nothing():
-    slips = {"nano_lama@3": "nano_llama", "tiny_llama": "tiny_llama@42", "tiny_lama": "tiny_llama@42"}
-    slips |= {"smollm": "smollm2"}
-    for name, word in slips.items():
-        with pytest.raises(UserError, match=f"did you mean {word}"):
-            checkpoint.load(name)
-
-
 def test_nan_is_named(tmp_path):
     model = init.newborn("tiny_llama", 1)
     model.lm_head.weight.data[7, 3] = torch.nan
     checkpoint.save(tmp_path / "a", model)
     with pytest.raises(UserError, match="lm_head.weight is not finite"):
         checkpoint.load(tmp_path / "a")
-
-
-def test_another_data_sets_state_is_given_to_no_optimizer(tmp_path):
-    model = random_model(KINDS["llama"])
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    model(TOKENS).square().mean().backward()
-    optimizer.step()
-    tokens = SimpleNamespace(tokenizer=None, folder="b", meta=SimpleNamespace(fingerprint="data"))
-    Run(tmp_path).save(2, model, optimizer, tokens, "all")
-    assert Run(tmp_path).newest(tokens)[1] == 2
-    tokens.meta.fingerprint = "other"
-    with pytest.raises(UserError, match="b is not the data set"):
-        Run(tmp_path).newest(tokens)

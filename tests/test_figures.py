@@ -40,11 +40,6 @@ def lines(axes) -> list[list[tuple]]:
     return [line for line in pairs if line]
 
 
-def labels(axis) -> list[str]:
-    """The tick labels that are seen."""
-    return [tick.label1.get_text() for tick in axis.get_major_ticks() + axis.get_minor_ticks()]
-
-
 def test_a_line_for_each_series_and_each_theory(drawn, caplog):
     """Names that mean something to matplotlib are drawn as they are, without a warning."""
     with caplog.at_level(logging.WARNING):
@@ -56,14 +51,6 @@ def test_a_line_for_each_series_and_each_theory(drawn, caplog):
     assert lines(axes) == [*first, *second]
     names = [text.get_text().strip() for text in figure.legends[0].get_texts()]
     assert names == [*NAMES, "the theory"]
-
-
-@pytest.mark.parametrize("low, high", [(0.31, 0.48), (1, 90), (1e-7, 3)])
-def test_logarithmic_ticks_are_plain_numbers(low, high, drawn):
-    points = [{"model": "a", "layer": 1, "c": c} for c in (low, high)]
-    (axes,) = drawn(points, log="y").axes
-    seen = [text.replace("\N{MINUS SIGN}", "-") for text in labels(axes.yaxis) if text]
-    assert seen and all(float(text) > 0 for text in seen)
 
 
 def test_paths_are_shown_by_their_last_part_unless_two_have_the_same():

@@ -1,12 +1,15 @@
 """What people who fork it meet in their first hour: parameters, places, exports, numbers, messages."""
 
 import gzip
+import io
 import json
+import runpy
 import shutil
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import kill_training
 import pytest
@@ -209,15 +212,14 @@ def test_the_best_step_is_kept_and_told(tokens, tmp_path, monkeypatch, capsys):
 # ---- where it is called from -------------------------------------------------------------------------------
 
 
-def test_a_stdout_that_is_no_file(tmp_path):
+def test_a_stdout_that_is_no_file(tmp_path, monkeypatch):
     """As a notebook's `%run`: its stdout has `write` and `flush`, and nothing else."""
-    script = "import runpy, sys\n"
-    script += "class Out:\n    write = sys.__stdout__.write\n    flush = sys.__stdout__.flush\n"
-    script += f"sys.stdout = Out()\nsys.argv = ['contraction.py', 'layers', '--out', {str(tmp_path)!r}, "
-    script += "'--model', 'backcopy', '--seed', '1', '--sequence-length', '8', '--num-sequences', '2']\n"
-    script += "runpy.run_path('contraction.py', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and "mean_cosine" in done.stdout, done.stderr
+    out = io.StringIO()
+    words = ["--model", "backcopy", "--seed", "1", "--sequence-length", "8", "--num-sequences", "2"]
+    monkeypatch.setattr(sys, "argv", ["contraction.py", "layers", *words, "--out", str(tmp_path)])
+    monkeypatch.setattr(sys, "stdout", SimpleNamespace(write=out.write, flush=out.flush))
+    runpy.run_path(str(ROOT / "contraction.py"), run_name="__main__")
+    assert "mean_cosine" in out.getvalue()
 
 
 def test_train_in_a_thread(tokens, tmp_path):
@@ -241,16 +243,10 @@ def test_home_in_a_config_file_and_after_an_equals_sign(tokens, tmp_path, monkey
     assert f"{found['loss']:.6f}" in done.stdout and not (tmp_path / "~").exists()
 
 
-def test_messages_from_another_folder_name_what_works_there(tmp_path, monkeypatch):
+def test_a_message_from_another_folder_names_what_works_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     done = run_here("train.py", "--data", "none")
     assert_refused(done, f"in {ROOT}, python -m sources.data SOURCE --out {tmp_path / 'none'}")
-    command = [sys.executable, ROOT / "train.py", "--stepz=3"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 2 and "train.py --help" in done.stderr
-    words = done.stderr.replace("│", " ").replace("\n", " ").split()
-    named = words[words.index("--help") - 1]
-    assert (tmp_path / named).exists(), done.stderr  # what it says to run is there
 
 
 # ---- export ------------------------------------------------------------------------------------------------
@@ -338,21 +334,14 @@ SHORT = "A document says a short thing.\n" * 18
     "words, expected",
     [
         (["--block_size=8"], "did you mean sequence_length?"),
-        (["--n_layer", "3"], "did you mean num_layers?"),
         (["--batch_size=12"], "did you mean global_batch_size or micro_batch_size?"),
-        (["--n_head=2"], "did you mean num_heads?"),
-        (["--n_embd=64"], "did you mean d_model?"),
-        (["--lr=1e-3"], "did you mean learning_rate?"),
         (["--dataset=books"], "did you mean source or data?"),
-        (["--out_dir=x"], "did you mean out?"),
         (["--compile=False"], "--compile=False: expected --compile or --no-compile"),
         (["--sequence-length", "4096"], "context_length in model.py's PRESETS"),
         (["--init-from", "nano"], "nanoGPT's ckpt.pt"),
         (["sample", "nano/ckpt.pt"], "nanoGPT's ckpt.pt"),
-        (["sample", "nano"], "nanoGPT's ckpt.pt"),
         (["--source", "tables"], "load_dataset("),
         (["--source", "text.txt", "--tokenizer", "bpe:100"], "N is 277 at least"),
-        (["--source", "text.txt", "--tokenizer", "bpe:0"], "N is 277 at least"),
         (["nanogpt.py"], "did you mean sequence_length?"),
     ],
     ids=str,
@@ -395,8 +384,3 @@ def test_a_text_that_a_tokenizer_has_no_token_for_is_no_damaged_file(tmp_path):
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match="cannot encode this text: [^;]*UNK[^;]*$"):  # and no "; if damaged"
         tokenizer.encode(["c"])
-
-
-def test_a_source_that_is_no_list_is_refused_in_python_too(tmp_path):
-    with pytest.raises(UserError, match="settings: Expected `array`, got `str`"):
-        data.prepare(data.Settings(source="text.txt", out=str(tmp_path / "set")))

@@ -60,13 +60,6 @@ def graded(exercise: int, function, place) -> None:
 
 
 @pytest.mark.parametrize("exercise", CHECKS)
-def test_a_stub_is_refused(exercise):
-    stub = answer("answers", exercise)
-    with pytest.raises(NotImplementedError):
-        stub(*inspect.signature(stub).parameters)
-
-
-@pytest.mark.parametrize("exercise", CHECKS)
 def test_a_solution_passes(exercise, tmp_path):
     graded(exercise, answer("solutions", exercise), tmp_path)
 
@@ -74,8 +67,6 @@ def test_a_solution_passes(exercise, tmp_path):
 def test_the_command():
     done = run_script("-m", "lesson.check", 3)
     assert done.returncode == 1 and "lesson/answers/3.py:9: NotImplementedError" in done.stdout, done.stdout
-    done = run_script("-m", "lesson.check", 3, env={"ANSWERS": "solutions"})
-    assert done.returncode == 0 and "a cosine of 0.8971" in done.stdout, done.stdout
 
 
 def without_noise(model):
@@ -91,8 +82,6 @@ def without_noise(model):
 
 WRONG = [
     (1, F.relu, "a cosine of 0.318"),
-    (1, lambda z: z / 0, "not all of the numbers are finite"),
-    (2, lambda model: torch.zeros(256), r"of shape \(6, 256\)"),
     (2, without_noise, "not above 0.9"),
     (3, lambda c: (1 + c) / 2, "a wide layer has 0.318"),
     (4, lambda folder: -1, "not of -1"),

@@ -54,14 +54,6 @@ def test_means_over_seeds():
         assert row.pop("no", 1) is None and row == pytest.approx(expected, rel=1e-12)
 
 
-def test_a_table_says_that_it_leaves_layers_out(capsys):
-    rows = [{"layer": layer, "head": head, "c": 0.123456} for layer in range(13) for head in (0, 1)]
-    results.print_rows(rows, ("layer", "c"))
-    *lines, said = capsys.readouterr().out.splitlines()
-    assert said == "(12 of 26 rows; the JSON has all)"
-    assert lines[::2] == ["layer      c", *[f"{layer:5} 0.1235" for layer in (0, 1, 2, 4, 8, 12)]]
-
-
 def test_interval_against_scipy_and_within_a_rates_bounds():
     values = [0.0, 0.0, 0.1, 0.2, 1.0]
     low, high = scipy.stats.t.interval(0.95, 4, loc=0.26, scale=scipy.stats.sem(values))

@@ -1,10 +1,7 @@
 """lib/runtime.py: devices, formats, and shards of the work."""
 
-import importlib
 import itertools
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +9,6 @@ import torch
 
 from lib import runtime
 from lib.settings import RunSettings, UserError
-from sources import runs
 
 
 def test_device_and_dtype(tmp_path, monkeypatch):
@@ -59,19 +55,3 @@ def test_shards_partition_the_range(monkeypatch, count, world):
         shards.append(runtime.shard(count))
     assert list(itertools.chain(*shards)) == list(range(count))
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
-
-
-def test_a_mistake_of_any_rank_is_every_ranks(monkeypatch):
-    """Here is rank 0 of two, which has made none."""
-    monkeypatch.setattr(runtime, "gathered", lambda facts: [facts, facts, facts | {"torch": "2.0"}])
-    with pytest.raises(UserError, match="rank 0 has torch 2.11, rank 2 2.0"):
-        runs.check_agreement({"step": 3, "torch": "2.11"})
-
-
-def test_tools_that_are_imported_hide_no_gpu(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    monkeypatch.setattr(runtime, "PATIENCE", runtime.PATIENCE)  # which one of them sets
-    for tool in ("hostile", "kill_training"):
-        monkeypatch.delitem(sys.modules, tool, raising=False)
-        importlib.import_module(tool)
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"

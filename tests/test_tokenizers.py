@@ -74,11 +74,6 @@ def test_numbers_that_no_token_has_count(tmp_path):
     assert load_tokenizer(str(tmp_path / "tokenizer.json")).vocab_size == 6
 
 
-def test_a_text_too_small_for_the_default_is_told_what_suffices():
-    with pytest.raises(UserError, match=r"use bytes.* set it to a value <= \d+"):
-        train_bpe("bpe:4096", ["A document says a short thing.\n"] * 18)
-
-
 def test_our_bpe_in_transformers(tmp_path):
     """The same ids from tokenizer.json as from tokenizer.model, also of special tokens that are spelt."""
     tokenizer = load_tokenizer("bpe:600", TEXTS)

@@ -1,6 +1,5 @@
 """train.py: the same run however it is cut, spread or interrupted; and what it says when it cannot go on."""
 
-import errno
 import json
 import math
 import os
@@ -40,12 +39,10 @@ def tokens(tmp_path_factory):
 
 
 def small(tokens: Path, out: Path, **changes) -> train.Settings:
-    """The settings of twelve steps."""
     return train.Settings(**{**TWELVE, "data": str(tokens), "out": str(out), **changes})
 
 
 def config_file(settings: train.Settings, folder: Path) -> Path:
-    """A config file that asks for these settings."""
     lines = [f"{name} = {value!r}\n" for name, value in asdict(settings).items() if value is not None]
     path = folder / "config.py"
     path.write_text("".join(lines))
@@ -71,14 +68,13 @@ def copied(stopped, tmp_path):
 
 
 def rows_of(run: Path) -> list[dict]:
-    """What metrics.jsonl says of each step: a row each."""
+    """metrics.jsonl: a row for each step."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(len(rows)))
     return rows
 
 
 def losses(run: Path) -> list[float]:
-    """The losses of all steps."""
     return [row["loss"] for row in rows_of(run)[1:]]
 
 
@@ -221,11 +217,11 @@ def test_the_default_data_set_is_prepared_on_first_use(tmp_path, monkeypatch, ca
     assert "preparing" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("*.py")), ids=lambda path: path.stem)
-def test_configs(config):
-    settings = read_config_file(str(config), train.Settings())
-    assert settings.sequence_length <= PRESETS[settings.model].context_length
-    assert settings.out == f"runs/{config.stem}"
+def test_configs():
+    for path in (ROOT / "configs").glob("*.py"):
+        settings = read_config_file(str(path), train.Settings())
+        assert settings.sequence_length <= PRESETS[settings.model].context_length
+        assert settings.out == f"runs/{path.stem}"
 
 
 # ---- of a fork: sizes, samples, and what other tools open --------------------------------------------------
@@ -269,10 +265,8 @@ def test_a_step_opens_in_transformers(whole, tmp_path):
     assert written[-1] in theirs.generation_config.eos_token_id and len(written) < 200
     sampled = run_here("train.py", "sample", run, "--prompt", "the", "--temperature", 0, "--device", "cpu")
     assert sampled.stdout.split("\n", 1)[1] == coder.decode(written[1:-1]) + "\n"
-    assert_refused(run_here("train.py", "sample", "tiny_llama@1"), "no tokenizer")
-    for parent, message in (("backcopy@1", "another --tokenizer"), (whole, "with another tokenizer")):
-        with pytest.raises(UserError, match=message):
-            train.train(small(tokens, tmp_path / "new", init_from=str(parent), **NO_MODEL))
+    with pytest.raises(UserError, match="with another tokenizer"):
+        train.train(small(tokens, tmp_path / "new", init_from=str(whole), **NO_MODEL))
 
 
 @pytest.mark.parametrize(("top_k", "temperature"), [(5, 1.7), (1000, 0.6)])
@@ -385,20 +379,11 @@ def test_one_process_group_a_run(stopped):
     assert_refused(refused, f"{stopped} is locked", "does a process train in it")
 
 
-def test_a_disk_without_locks(stopped, monkeypatch):
-    def flock(file, how):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr("fcntl.flock", flock)
-    refused = run_here("train.py", "--resume", "--out", stopped, "--max-iters", 9)
-    assert_refused(refused, f"{stopped} is locked", "No locks available")
-
-
 def test_resuming_where_there_is_no_run(tokens, whole, stopped, tmp_path):
     """What may be a typo is refused; what names a run's settings begins one."""
     for folder in (tmp_path / "typo", checkpoint.steps(stopped)[0]):
-        for words in ([], ["--max-iters", 9, "--no-track-sinks", "--device=cpu"]):
-            assert_refused(run_here("train.py", "--resume", "--out", folder, *words), f"no run in {folder}")
+        refused = run_here("train.py", "--resume", "--out", folder, "--max-iters", 9)
+        assert_refused(refused, f"no run in {folder}")
     assert not (tmp_path / "typo").exists()
     done = run_here("train.py", config_file(small(tokens, tmp_path / "a"), tmp_path), "--resume")
     assert done.returncode == 0 and f"no run in {tmp_path / 'a'} to resume: starting it" in done.stdout
@@ -412,17 +397,8 @@ def test_python_does_what_the_command_line_does(copied, stopped, tokens, tmp_pat
     now = json.loads((copied / "settings.json").read_text())
     assert now == begun | {"max_iters": 6, "out": str(copied), "resume": True}
     assert len(losses(copied)) == 6 and losses(copied)[:4] == losses(stopped)
-    for change, message in (
-        ({"keep": "last"}, "was started with --keep powers"),
-        ({"resume": False}, "holds a run"),
-        ({"out": str(tmp_path / "typo")}, "no run in"),
-    ):
-        with pytest.raises(UserError, match=message):
-            train.train(train.Settings(**{"out": str(copied), "resume": True} | change))
     with pytest.raises(UserError, match="settings: Expected"):
         train.train(train.Settings(out=str(tmp_path / "a"), source="text.txt"))
-    with pytest.raises(UserError, match="--model: backcopy@1 sets it"):
-        train.train(train.Settings(out=str(tmp_path / "a"), init_from="backcopy@1", model="tiny_gpt2"))
     assert train.train(small(tokens, tmp_path / "b", warmup_iters=None))
     assert json.loads((tmp_path / "b" / "settings.json").read_text())["warmup_iters"] == 2  # a sixth of 12
 
@@ -470,9 +446,6 @@ def test_continual_training_from_a_checkpoint(tokens, whole, tmp_path):
     changes = {"max_iters": 1, "data_seed": 5} | NO_MODEL
     settings = small(tokens, tmp_path / "a", init_from=str(parent), **changes)
     run = train.train(settings)
-    config = config_file(small(tokens, tmp_path / "b", init_from=str(parent), max_iters=1), tmp_path)
-    done = run_here("train.py", config)  # whose sizes and model the parent's take the place of
-    assert done.returncode == 0 and "the config file's model backcopy is ignored" in done.stdout
     child, last = checkpoint.steps(run)[0], checkpoint.steps(whole)[-1]
     assert (child / "model.safetensors").read_bytes() == (last / "model.safetensors").read_bytes()
     shutil.rmtree(parent)
@@ -491,23 +464,17 @@ def test_divergence_names_the_last_good_checkpoint(tokens, tmp_path, eval_every)
 @pytest.mark.parametrize(
     "words, expected",
     [
-        (["--sequence-length", "257"], ["--sequence-length 257", "context"]),
-        (["--data", "none"], ["no data set in none", "python -m sources.data"]),
-        (
-            ["--init-from", "backcopy@1", "--attn-calibration", "headnorm"],
-            ["--attn-calibration headnorm: backcopy@1 has none"],
-        ),
-        (["--init-from", "backcopy@1", "--explicit-sink"], ["--explicit-sink True: backcopy@1 has False"]),
-        (["--init-from", "backcopy@1", "--embedding-seed", "7"], ["--embedding-seed", "leave one out"]),
-        (["--init-from", "runs/other", "--model=tiny_llama"], ["--model", "leave one out"]),
-        (["--init-from", "runs/other", "--d-ff", "8"], ["--d-ff", "leave one out"]),
-        (["--num-heads", "5"], ["inconsistent sizes", "64/5"]),
-        (["--num-heads", "5", "--data", "none"], ["inconsistent sizes"]),  # before data are opened
+        (["--sequence-length", "257"], "--sequence-length 257"),
+        (["--data", "none"], "no data set in none"),
+        (["--init-from", "backcopy@1", "--attn-calibration", "headnorm"], "backcopy@1 has none"),
+        (["--init-from", "backcopy@1", "--embedding-seed", "7"], "--embedding-seed"),
+        (["--init-from", "runs/other", "--d-ff", "8"], "--d-ff"),
+        (["--num-heads", "5", "--data", "none"], "inconsistent sizes"),  # before data are opened
     ],
 )
 def test_refusals(tokens, tmp_path, words, expected):
     settings = small(tokens, tmp_path / "new")
-    assert_refused(run_here("train.py", config_file(settings, tmp_path), *words), *expected)
+    assert_refused(run_here("train.py", config_file(settings, tmp_path), *words), expected)
     assert not checkpoint.steps(tmp_path / "new")
 
 
