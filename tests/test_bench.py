@@ -28,7 +28,6 @@ def test_rows(tmp_path):
 
 
 def test_both_learn_the_same_windows():
-    """The mean loss before and after a step: ours is the cross-entropy, and both fall."""
     logits = bench.newborn("tiny_llama", 0)(TOKENS[:, :-1])
     expected = F.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten()).item()
     works = bench.training_steps("tiny_llama", TOKENS, torch.float32)

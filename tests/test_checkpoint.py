@@ -23,7 +23,6 @@ OURS = [KINDS["gpt2"], replace(KINDS["qwen2"], attn_calibration="headnorm")]  # 
 
 
 def saved(folder: Path, config: ModelConfig) -> tuple[str, torch.nn.Module]:
-    """A random model and its folder."""
     model = random_model(config)
     checkpoint.save(folder, model)
     return str(folder), model

@@ -29,7 +29,6 @@ NEAR = dict(rel=1e-5, abs=2e-6)
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Every experiment's result, as `python contraction.py` alone makes them, small."""
     out = tmp_path_factory.mktemp("all")
     commands = {}
     for name, command in EXPERIMENTS.items():
@@ -71,7 +70,6 @@ def assert_cosines(row: dict, states_of_seeds: list[torch.Tensor], near: dict = 
 
 
 def newborns(**changes) -> list[Transformer]:
-    """The newborn of every seed, with another configuration."""
     return [init.newborn(replace(CONFIG, **changes), seed) for seed in SEEDS]
 
 
@@ -96,7 +94,6 @@ PREDICTIONS = [("cure", "gpt2"), ("cure", "centered"), ("predict", "gpt2")]
 
 @pytest.mark.parametrize("name, kind", PREDICTIONS)
 def test_predictions(name, kind, results):
-    """What rows say of final states."""
     rows = results[name]["rows"]
     for seed in SEEDS:
         (row,) = select(rows, seed=seed, **({"init": kind} if name == "cure" else {}))

@@ -16,7 +16,6 @@ from reproduce.mechanisms import pairwise_cosine
 
 
 def statistics_of(states: torch.Tensor, batch_size: int = 1000) -> CosineStatistics:
-    """The statistics of states (n, d) that come in batches."""
     statistics = CosineStatistics(states.shape[1])
     for batch in states.split(batch_size):
         statistics.update(batch)

@@ -33,7 +33,6 @@ def corpus(tmp_path_factory):
 
 
 def prepare(source, out, **more):
-    """A prepared folder, of bytes and with a tenth held out where nothing else is wished."""
     wishes = {"tokenizer": "bytes", "held_out": 0.1} | more
     return data.prepare(data.Settings(source=(str(source),), out=str(out), **wishes))
 
@@ -43,16 +42,12 @@ def texts(*source):
 
 
 def documents_of(folder, split):
-    """The texts of a split, decoded from its tokens."""
     tokens = data.TokenData(folder)
     tokenizer = tokens.tokenizer
     stream = np.asarray(tokens.tokens[split])
     parts = np.split(stream, np.flatnonzero(stream == tokenizer.bos))[1:]
     assert all(part[0] == tokenizer.bos for part in parts)
     return [tokenizer.decode(part[1:].tolist()) for part in parts]
-
-
-# ---- from text to files ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("tokenizer", ["bytes", "bpe:500"])
@@ -88,7 +83,6 @@ def test_of_long_documents_windows_are_held_out(tmp_path, num_bytes, num_windows
 
 
 def test_short_documents_among_long_ones(tmp_path):
-    """Where evenly spaced documents hold too little, or too much, windows are held out."""
     lines = ["x" * 20_000 if i == 3 else "short" for i in range(20)]
     meta = data.TokenData(prepare(write_lines(tmp_path / "a.jsonl", lines), tmp_path / "set")).meta
     assert meta.held_out == "a window of them" and meta.tokens["val"] == 2011
@@ -144,7 +138,6 @@ def test_packages():
 
 
 def test_python_and_its_docstrings(tmp_path, monkeypatch):
-    """With site-packages inside the standard library's folder, as without a venv."""
     code = '"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\n'
     files = {"ast.py": code, "json/x.py": "def broken(:", "x.py": "\0?", "site-packages/torch.py": "pass"}
     for name, text in files.items():
@@ -178,9 +171,6 @@ def test_backcopy_copies(tmp_path, monkeypatch):
     assert next(data.backcopy(count=50)).startswith("fyaabckulpdfjmvyckqnsnsnwewsdedtdguxllwsg")
     inputs, _ = data.TokenData(prepare("backcopy", tmp_path / "set", held_out=0.0101)).held_out(20, 128)
     assert inputs[:, 0].tolist() == [256] * 20
-
-
-# ---- from files to batches ---------------------------------------------------------------------------------
 
 
 def test_windows_and_batches(corpus, tmp_path):
@@ -233,9 +223,6 @@ def test_a_damaged_folder_is_refused(corpus, tmp_path, name, right, wrong, word)
         assert file.read_text("latin-1") != before
     with pytest.raises(UserError, match=word):
         data.TokenData(folder)
-
-
-# ---- mistakes, and what a failure leaves -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -313,7 +300,6 @@ def test_a_source_that_changed(tmp_path, monkeypatch):
 
 
 def test_one_text_is_read_in_one_way(tmp_path):
-    """A .jsonl's documents are joined alike by name, by glob and in a folder."""
     write_lines(tmp_path / "a.jsonl", ["one", "two <|endoftext|>", "three"])
     tokens = [inputs.encode(str(tmp_path / name), "bytes").tolist() for name in ("a.jsonl", "*.jsonl", "")]
     assert tokens[0] == tokens[1] == tokens[2] == list(b"one\n\ntwo <|endoftext|>\n\nthree")

@@ -35,7 +35,6 @@ def drawn(tmp_path, monkeypatch):
 
 
 def lines(axes) -> list[list[tuple]]:
-    """The points of each line that has any."""
     pairs = [list(zip(line.get_xdata(), line.get_ydata())) for line in axes.get_lines()]
     return [line for line in pairs if line]
 

@@ -38,16 +38,11 @@ SMALL = kill_training.SMALL | {"max_iters": 4, "save_every": 2, "eval_every": 2}
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
-    """A small prepared data set, of bytes."""
     return kill_training.prepare(tmp_path_factory.mktemp("data"))
 
 
 def trained(tokens, out, **changes) -> Path:
-    """The folder of a small run."""
     return train.train(train.Settings(**{**SMALL, "data": str(tokens), "out": str(out), **changes}))
-
-
-# ---- parameters --------------------------------------------------------------------------------------------
 
 
 class DyT(nn.Module):
@@ -68,7 +63,6 @@ class DyT(nn.Module):
 
 @pytest.fixture
 def dyt(monkeypatch):
-    """The norm of all models of one preset."""
     monkeypatch.setitem(model.NORMS, "rmsnorm", DyT)
 
 
@@ -84,8 +78,6 @@ def test_constants_stay_as_their_constructors_write_them(dyt):
 
 
 def test_matrices_and_biases_are_drawn_by_kind():
-    """Whatever a fork calls them; q's bits are those of before."""
-
     class Gate(nn.Module):
         def __init__(self, width, eps):
             super().__init__()
@@ -128,11 +120,7 @@ def test_frozen_unused_and_scalar_parameters_train_save_and_resume(dyt, tokens, 
         assert (cut / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-# ---- train.py sample and eval ------------------------------------------------------------------------------
-
-
 def byte_level(folder):
-    """Write a tokenizer of bytes, token 0 <|endoftext|>."""
     coder = tokenizers.Tokenizer(models.BPE())
     coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     coder.decoder = decoders.ByteLevel()
@@ -187,9 +175,6 @@ def test_eval_of_a_run_reads_all_held_out_windows(bos_first, tokens, tmp_path):
     assert_refused(run_here("train.py", "eval", "backcopy@1"), "no tokenizer")
 
 
-# ---- numbers that people ask for ---------------------------------------------------------------------------
-
-
 def test_parameters_epochs_and_windows_are_told(tokens, tmp_path, capsys):
     run = trained(tokens, tmp_path / "run", eval_sequences=5000)
     printed = capsys.readouterr().out
@@ -207,9 +192,6 @@ def test_the_best_step_is_kept_and_told(tokens, tmp_path, monkeypatch, capsys):
     run = trained(tokens, tmp_path / "run", **changes)
     assert [int(folder.name[-7:]) for folder in checkpoint.steps(run)] == [0, 1, 2, 4, 6, 8, 15]
     assert "lowest held-out loss: 3.0000, of step 6" in capsys.readouterr().out
-
-
-# ---- where it is called from -------------------------------------------------------------------------------
 
 
 def test_a_stdout_that_is_no_file(tmp_path, monkeypatch):
@@ -249,9 +231,6 @@ def test_a_message_from_another_folder_names_what_works_there(tmp_path, monkeypa
     assert_refused(done, f"in {ROOT}, python -m sources.data SOURCE --out {tmp_path / 'none'}")
 
 
-# ---- export ------------------------------------------------------------------------------------------------
-
-
 def test_no_blank_is_put_in_front_of_a_text(tmp_path):
     """By converters and readers that go by tokenizer_config.json and not by tokenizer.json's rules."""
     tokenizer = load_tokenizer("bpe:600", TEXTS)
@@ -265,7 +244,6 @@ def test_no_blank_is_put_in_front_of_a_text(tmp_path):
 
 
 def test_a_gguf_says_that_no_blank_is_put_in_front(tmp_path):
-    """Of a LLaMA, whose files have one unless they say so."""
     tokenizer = load_tokenizer("bpe:600", TEXTS)
     coder = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.content)
     numbers = list(range(coder.vocab_size()))
@@ -302,9 +280,6 @@ def test_tuning_keeps_a_chat_models_tokenizer_whole(tmp_path):
     assert (again.bos, again.eos, again.encode(TEXTS)) == (0, 0, load_tokenizer(file).encode(TEXTS))
 
 
-# ---- whose commit ------------------------------------------------------------------------------------------
-
-
 def test_whose_commit(tmp_path, monkeypatch):
     """A copy inside another repository has none of it; code that git does not know of is dirty."""
     copy = tmp_path / "copy"
@@ -322,9 +297,6 @@ def test_whose_commit(tmp_path, monkeypatch):
         subprocess.run(command, shell=True, cwd=tmp_path, check=True)
         commit = results.commit.__wrapped__() or ""
         assert len(commit) == length and commit.endswith(end), command
-
-
-# ---- messages ----------------------------------------------------------------------------------------------
 
 
 SHORT = "A document says a short thing.\n" * 18

@@ -58,7 +58,6 @@ def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
 
 
 def parse(words: str) -> list[tuple[int, int]]:
-    """(layer, unit) of each LAYER/UNIT."""
     return [tuple(map(int, word.split("/"))) for word in words.split()]
 
 
@@ -102,8 +101,6 @@ def test_ablation_is_a_model_without_these_units(tmp_path, monkeypatch):
 
 
 def hold(model, layer: int, unit: int, value: torch.Tensor) -> None:
-    """Hold a unit at a value, at position 1."""
-
     def held(module, inputs):
         inputs[0][:, 0, unit] = value
 

@@ -199,9 +199,6 @@ def test_more_positions_than_tables_have():
     assert shape_of(WhisperConfig(max_target_positions=77)).context_length == 77
 
 
-# ---- from a folder -----------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder(tmp_path):
     build("llama").save_pretrained(tmp_path / "model")

@@ -70,7 +70,6 @@ def test_the_command():
 
 
 def without_noise(model):
-    """Exercise 2's formula for the mean state alone."""
     mean = model.model.embed_tokens.weight.mean(0)
     means = []
     for block in model.model.layers:

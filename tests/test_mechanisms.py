@@ -18,7 +18,6 @@ from reproduce import mechanisms
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    """Every experiment's result, small."""
     out = tmp_path_factory.mktemp("all")
     for command in mechanisms.COMMANDS.values():
         small = {"device": "cpu", "dtype": "float32", "out": str(out), "seed": SEEDS, "num_sequences": COUNT}
@@ -30,7 +29,6 @@ def results(tmp_path_factory):
 
 
 def mlp_weights(model: Transformer, layer: int) -> list[torch.Tensor]:
-    """The two matrices of a plain MLP, in float64."""
     return [weight.detach().double() for weight in model.model.layers[layer].mlp.parameters()]
 
 

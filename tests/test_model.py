@@ -96,14 +96,12 @@ def test_observation_changes_nothing_and_sees_everything(kind):
 
 
 def test_what_nobody_filled_is_nan():
-    """Off the meta device linear layers and LayerNorms draw numbers of torch's; the embedding does not."""
     for name in ("gpt2", "llama"):
         model = Transformer(KINDS[name])
         assert model.hidden(TOKENS).isnan().all()
 
 
 def test_replaced_heads_and_ablated_sublayers():
-    """Without attention, as with zeros in place of its heads; without MLPs, as with zeros for weights."""
     model = random_model(KINDS["llama_gqa"])
     mlp, attention = (init.variant(model, sublayers=kind) for kind in ("mlp", "attention"))
     with torch.no_grad():
@@ -115,7 +113,6 @@ def test_replaced_heads_and_ablated_sublayers():
 
 
 def test_gradients_are_right(kind):
-    """In-place arithmetic in the rotation must not corrupt the backward pass: finite differences."""
     model = random_model(KINDS[kind]).double()
     embeddings = torch.randn(1, 3, 32, dtype=torch.float64, requires_grad=True)
 
@@ -124,9 +121,6 @@ def test_gradients_are_right(kind):
 
     weights = [*model.model.layers.parameters(), *model.model.norm.parameters()]
     assert torch.autograd.gradcheck(states, (embeddings, *weights), fast_mode=True)
-
-
-# ---- kernels against the textbook --------------------------------------------------------------------------
 
 
 class Elsewhere(torch.Tensor):
@@ -213,9 +207,6 @@ def test_states_on_a_gpu(kind):
         here = model.hidden(TOKENS)
         there = model.cuda().hidden(TOKENS.cuda()).cpu()
     torch.testing.assert_close(there, here, rtol=1e-4, atol=5e-5)  # other orders of float32 sums
-
-
-# ---- settings ----------------------------------------------------------------------------------------------
 
 
 def test_impossible_configurations():

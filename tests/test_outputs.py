@@ -8,12 +8,10 @@ from seedprint import kendall, null_taus, paper_test, released_test
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:
-    """Independent N(0, 1), float64."""
     return np.random.default_rng(seed).standard_normal(shape)
 
 
 def tau_b(x: np.ndarray, y: np.ndarray) -> float:
-    """Kendall's tau-b over all pairs."""
     first, second = np.triu_indices(len(x), 1)
     a = np.sign(x[first] - x[second])
     b = np.sign(y[first] - y[second])

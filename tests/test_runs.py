@@ -91,7 +91,6 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
 
 
 def test_text_and_birth(quick, monkeypatch):
-    """What is committed of a run is what its folder says."""
     monkeypatch.setitem(model.PRESETS, "text_sink", replace(model.PRESETS["text_sink"], num_layers=2))
     folders = [str(quick(f"runs/text/{kind}-42")) for kind in ("none", "attenuate")]
     named = text.NotedSettings(runs=tuple(folders), out="out")

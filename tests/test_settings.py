@@ -56,7 +56,6 @@ COMMANDS[""] = COMMANDS["rate"]
 
 
 def command(*words):
-    """What a script of two subcommands is asked for."""
     return read_command(COMMANDS, [str(word) for word in words], "Which of two?")
 
 
@@ -129,7 +128,6 @@ def refusal(monkeypatch, capsys, *words, commands=COMMANDS) -> str:
     ],
 )
 def test_refusals(words, message, tmp_path, monkeypatch, capsys):
-    """Of flags, and of the texts of a config file."""
     monkeypatch.chdir(tmp_path)
     if isinstance(words, str):
         (tmp_path / "c.py").write_text(words)

@@ -206,7 +206,6 @@ def test_enough_builders_make_the_share():
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
-    """A text, a data set made of it, and a checkpoint with its tokenizer."""
     folder = tmp_path_factory.mktemp("text")
     file = folder / "text.txt"
     file.write_text("\n".join(path.read_text() for path in sorted(ROOT.glob("*.py"))))

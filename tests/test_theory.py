@@ -54,7 +54,6 @@ def test_gated_kernel_against_monte_carlo(phi, rho, monkeypatch):
 
 @pytest.mark.parametrize("mlp", ["gelu", "swiglu"])
 def test_mlp_only_recursion_is_a_scalar_one(mlp):
-    """Without attention, positions never meet: two numbers per layer, in plain Python."""
     config = replace(PRESETS["nano_gpt2"], mlp=mlp, sublayers="mlp")
     kernel = theory.mlp_kernel(mlp, 0.02 * math.sqrt(768), 768).tolist()
     gain = 3072 * 4e-4 / 24  # fan-in times the variance of a residual weight

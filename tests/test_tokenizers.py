@@ -15,7 +15,6 @@ from sources.tokenizers import load_tokenizer, train_bpe
 
 
 def test_bpe_is_repeatable_and_samples():
-    """A line longer than SentencePiece takes by itself counts."""
     first = train_bpe("bpe:400", TEXTS)
     sampled = train_bpe("bpe:400", TEXTS, sample=50)
     assert sampled == train_bpe("bpe:400", TEXTS, sample=50) != first
@@ -98,7 +97,6 @@ def test_our_bpe_in_transformers(tmp_path):
     ],
 )
 def test_what_separates_documents(tmp_path, special, beside, bos, eos):
-    """By tokenizer_config.json, or a usual name; written in a text it is spelt, and comes back."""
     coder = Tokenizer(models.BPE())
     coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     coder.add_special_tokens(special)

@@ -34,7 +34,6 @@ NO_MODEL = {"model": train.Settings().model, "d_model": None, "d_ff": None}  # b
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
-    """A small prepared data set, of bytes."""
     return kill_training.prepare(tmp_path_factory.mktemp("data"))
 
 
@@ -51,24 +50,20 @@ def config_file(settings: train.Settings, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tokens, tmp_path_factory):
-    """An undisturbed run."""
     return train.train(small(tokens, tmp_path_factory.mktemp("runs") / "whole"))
 
 
 @pytest.fixture(scope="module")
 def stopped(tokens, tmp_path_factory):
-    """A run of four steps, that may go on."""
     return train.train(small(tokens, tmp_path_factory.mktemp("runs") / "stopped", max_iters=4))
 
 
 @pytest.fixture
 def copied(stopped, tmp_path):
-    """A copy of it, under another name."""
     return shutil.copytree(stopped, tmp_path / "copied")
 
 
 def rows_of(run: Path) -> list[dict]:
-    """metrics.jsonl: a row for each step."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(len(rows)))
     return rows
@@ -91,11 +86,7 @@ def same_bits(run: Path, other: Path) -> bool:
     return all(mine[name] == theirs[name] for name in ["metrics.jsonl", *names])
 
 
-# ---- numbers -----------------------------------------------------------------------------------------------
-
-
 def test_the_loop_against_a_plain_one(tokens, whole):
-    """Twelve steps of AdamW, warm-up, cosine, clipping and decay, written out from the settings."""
     text = data.TokenData(tokens)
     model = init.newborn(replace(PRESETS["backcopy"], d_model=64, d_ff=96), 42)
     matrices = [p for p in model.parameters() if p.ndim == 2]
@@ -192,9 +183,6 @@ def test_bfloat16_is_close_to_float32(tokens, whole, tmp_path):
     assert losses(run) == pytest.approx(losses(whole), rel=5e-3)
 
 
-# ---- the run folder ----------------------------------------------------------------------------------------
-
-
 def test_a_run_folder(whole):
     assert [step.name[-2:] for step in checkpoint.steps(whole)] == ["00", "01", "02", "04", "08", "10", "12"]
     assert steps_with_state(whole) == ["10", "12"]  # the best so far is saved, too
@@ -207,7 +195,6 @@ def test_only_birth_and_the_newest_two_are_kept(tokens, tmp_path):
 
 
 def test_the_default_data_set_is_prepared_on_first_use(tmp_path, monkeypatch, capsys):
-    """From an empty folder, with a small stand-in for the standard library; not prepared twice."""
     monkeypatch.chdir(tmp_path)
     Path("module.txt").write_text(Path(random.__file__).read_text("utf-8") * 4)
     settings = small(None, "a", data=None, source=("module.txt",), tokenizer="bytes", max_iters=1)
@@ -222,9 +209,6 @@ def test_configs():
         settings = read_config_file(str(path), train.Settings())
         assert settings.sequence_length <= PRESETS[settings.model].context_length
         assert settings.out == f"runs/{path.stem}"
-
-
-# ---- of a fork: sizes, samples, and what other tools open --------------------------------------------------
 
 
 def test_sizes(tokens, tmp_path):
@@ -284,9 +268,6 @@ def test_sampling_by_hand(top_k, temperature):
         tokens.append(best[choice].item())
     written = sampling.generate(model, tokenizer, generators[1], "ab", 30, temperature, top_k)
     assert written == tokenizer.decode(tokens[3:])
-
-
-# ---- killed, told to stop, resumed -------------------------------------------------------------------------
 
 
 def test_killed_and_resumed():

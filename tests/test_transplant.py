@@ -45,7 +45,6 @@ def test_constants_are_the_means_of_a_position(kind):
 
 
 def test_constants_in_some_layers():
-    """A model whose layer 2 alone has a constant is, up to layer 1, the one without any, and then another."""
     model = random_model(KINDS["llama"])
     tokens = random_tokens(0, range(2), 12, 97)
     constants = attention.constants_at(model, tokens)
@@ -151,7 +150,6 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
 
 
 def test_constants_are_kept_in_a_file(tmp_path, monkeypatch):
-    """Saved, they are those that were measured, and a model is measured with them."""
     monkeypatch.chdir(tmp_path)
     model = random_model(KINDS["llama_gqa"])
     checkpoint.save(Path("model"), model)
