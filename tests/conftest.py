@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from lib import settings
 from model import ModelConfig, Transformer
@@ -64,10 +65,19 @@ def random_model(config: ModelConfig, seed: int = 0) -> Transformer:
     return model
 
 
-@pytest.fixture(params=KINDS, ids=str)
+@pytest.fixture(params=KINDS)
 def kind(request):
-    """The name of every kind of small model, one after another."""
     return request.param
+
+
+def save_byte_tokenizer(folder: Path, *special: str) -> None:
+    """tokenizer.json: special tokens, and then one for each byte."""
+    names = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    coder = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, []))
+    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    coder.decoder = decoders.ByteLevel()
+    coder.add_special_tokens(list(special))
+    coder.save(str(folder / "tokenizer.json"))
 
 
 @pytest.fixture(autouse=True)
@@ -96,22 +106,10 @@ def quick_training():
 
 
 def run_script(*arguments, env: dict | None = None) -> subprocess.CompletedProcess:
-    """`python probe.py ...` or `python -m sources.data ...` from the repository's root.
-
-    stdout and stderr are no terminals. What was started ends with it: ranks that wait for one another in vain
-    give up after four minutes (a busy machine may take one to start them).
-    """
+    """`python probe.py ...` or `python -m sources.data ...` from the repository's root."""
     command = [sys.executable, *map(str, arguments)]
-    environment = {**os.environ, **(env or {})}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
-    try:
-        out, error = process.communicate(timeout=600)
-    finally:
-        if process.poll() is None:
-            process.terminate()  # which torchrun hands on to its ranks
-            process.wait(60)
-    return subprocess.CompletedProcess(command, process.returncode, out, error)
+    env = {**os.environ, **(env or {})}
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
 
 
 def run_here(script: str, *words) -> subprocess.CompletedProcess:

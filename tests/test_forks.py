@@ -18,9 +18,9 @@ import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import KINDS, ROOT, TEXTS, assert_refused, run_here
+from conftest import KINDS, ROOT, TEXTS, assert_refused, run_here, save_byte_tokenizer
 from test_gguf_tokenizers import load_converted, write
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import models
 from torch import nn
 
 import init
@@ -120,15 +120,6 @@ def test_frozen_unused_and_scalar_parameters_train_save_and_resume(dyt, tokens, 
         assert (cut / name).read_bytes() == (whole / name).read_bytes(), name
 
 
-def byte_level(folder):
-    coder = tokenizers.Tokenizer(models.BPE())
-    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    coder.decoder = decoders.ByteLevel()
-    coder.add_special_tokens(["<|endoftext|>"])
-    coder.add_tokens(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    coder.save(str(folder / "tokenizer.json"))
-
-
 SIZES = {"vocab_size": 257, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 64}
 SIZES |= {"hidden_size": 32, "bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.3}
 STRANGERS = {
@@ -143,7 +134,7 @@ def test_sample_and_eval_of_a_strangers_folder(kind, tmp_path):
     torch.manual_seed(0)
     theirs = transformers.AutoModelForCausalLM.from_config(STRANGERS[kind]).eval()
     theirs.save_pretrained(tmp_path)
-    byte_level(tmp_path)
+    save_byte_tokenizer(tmp_path, "<|endoftext|>")
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
     prompt = torch.tensor([[0, *tokenizer.encode(["def f"])[0]]])
     written = theirs.generate(prompt, max_new_tokens=40, do_sample=False)[0, prompt.shape[1] :].tolist()
@@ -259,7 +250,7 @@ def test_tuning_keeps_a_chat_models_tokenizer_whole(tmp_path):
     """From a folder to a data set to a step: chat template, pad and special tokens, and the same BOS."""
     theirs, prepared, step = tmp_path / "theirs", tmp_path / "set", tmp_path / "step"
     theirs.mkdir()
-    byte_level(theirs)
+    save_byte_tokenizer(theirs, "<|endoftext|>")
     rules = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": None, "eos_token": "<|endoftext|>"}
     rules |= {"pad_token": "!", "model_max_length": 77, "add_bos_token": False}
     (theirs / "tokenizer_config.json").write_text(json.dumps(rules))

@@ -2,17 +2,16 @@
 
 from pathlib import Path
 
-import tokenizers
 import torch
 import transformers
-from conftest import assert_refused, run_here
+from conftest import assert_refused, run_here, save_byte_tokenizer
 from hub_server import serving
 from test_hub import point_to, repositories
 
 from lib.files import read_json
 
 SIZES = {"vocab_size": 257, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
-SIZES |= {"bos_token_id": 256, "eos_token_id": 256}  # after all bytes
+SIZES |= {"bos_token_id": 0, "eos_token_id": 0}
 
 
 def save_gpt2(folder: Path) -> None:
@@ -25,12 +24,7 @@ def save_gpt2(folder: Path) -> None:
             is_gain = ".ln_" in name and name.endswith("weight")
             parameter.normal_(1.0 if is_gain else 0.0, 0.2)
     model.save_pretrained(folder)
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    coder = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    coder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    coder.decoder = tokenizers.decoders.ByteLevel()
-    coder.add_special_tokens(["<|endoftext|>"])
-    coder.save(str(folder / "tokenizer.json"))
+    save_byte_tokenizer(folder, "<|endoftext|>")
 
 
 SCRIPTS = [  # what is asked, and the JSON that answers

@@ -19,12 +19,7 @@ lib.settings lib.kernels / lib.files lib.runtime lib.random / lib.results lib.fi
 / lineage.family / lineage.compare lineage.births / probe sinks seedprint
 / contraction train / reproduce / lesson
 """.split("/")
-UPWARD = (
-    "sources.checkpoint",
-    "strangers.names",
-)  # the one import from above, where a name is no model of ours
-
-
+UPWARD = ("sources.checkpoint", "strangers.names")  # where a name is no model of ours
 FILES = {module_name(path): path for path in python_files() if path.name != "__init__.py"}
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
@@ -51,11 +46,6 @@ def floor(module: str) -> int:
     return [name in modules.split() for modules in FLOORS].index(True)
 
 
-def longest_chain(name: str) -> list[str]:
-    """The longest chain of imports from a module down, itself the first; RecursionError for a circle."""
-    return [name, *max([longest_chain(below) for below in GRAPH[name]], key=len, default=[])]
-
-
 def test_seven_scripts():
     assert sorted(path.stem for path in ROOT.glob("*.py")) == SCRIPTS
     assert {path.parent.name for path in FILES.values()} == {ROOT.name, *ROOMS}
@@ -70,21 +60,13 @@ def test_imports_point_down(name):
         assert floor(below) < floor(name) or is_reproduction, f"{name} imports {below}"
 
 
-def test_chains_of_imports_are_short():
-    """At most eleven files from a command down, and no circle."""
-    longest = max([longest_chain(name) for name in GRAPH], key=len)
-    assert len(longest) <= 11, " -> ".join(longest)
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_house_rules(name):
     assert ast.get_docstring(TREES[name]), "a file opens with what it is for"
     assert not imported_modules(TREES[name]) & {"pickle", "marshal", "shelve"}
     for node in ast.walk(TREES[name]):
-        is_check = name == "lesson.check"  # which pytest runs
-        assert is_check or not isinstance(node, ast.Assert), (
-            f"line {node.lineno}: a mistake deserves a message"
-        )
+        if name != "lesson.check":  # which pytest runs
+            assert not isinstance(node, ast.Assert), f"line {node.lineno}: a mistake deserves a message"
         if isinstance(node, ast.Call):
             called = ast.unparse(node.func)
             assert called not in ("exec", "eval", "compile", "os.system"), f"line {node.lineno}"

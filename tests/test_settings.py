@@ -1,21 +1,15 @@
 """lib/settings.py: flags, config files, subcommands, and what a mistake in them is answered with."""
 
-import importlib
-import inspect
 import io
-import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
 from typing import Literal
 
 import pytest
-from conftest import ROOT, module_name, plain, python_files, run_here
+from conftest import ROOT, plain
 
 from lib.settings import Command, RunSettings, UserError, at_least, read_command, run_script
-
-# Whose help is read: every script with settings.
-SCRIPTS = [module_name(path) for path in python_files() if "\nCOMMANDS = " in path.read_text()]
 
 
 @dataclass
@@ -65,16 +59,12 @@ def test_flags():
     assert given == Settings(steps=7, rate=1e-3, seed=(5, 6, -7), length=(64,), resume=True)
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_help_says_what_each_setting_means(script):
-    """In each command's help, the trailing comment of each of its own fields; tyro breaks lines."""
-    commands = importlib.import_module(script).COMMANDS
-    for name, command in commands.items():
-        printed = "".join(plain(run_here(script, *filter(None, [name]), "--help").stdout).split())
-        if name or len(commands) == 1:  # "" is one of the others, or in a list of them
-            source = inspect.getsource(type(command.defaults))
-            for meaning in re.findall(r"^    \w+: .* = .*?  # (.+)$", source, re.MULTILINE):
-                assert "".join(meaning.split()) in printed, meaning
+def test_help_says_what_each_setting_means(capsys):
+    with pytest.raises(SystemExit):
+        command("rate", "--help")
+    printed = plain(capsys.readouterr().out)
+    for meaning in ("optimizer steps, how many", "learning rate, in 100 % of it", "how long, in tokens"):
+        assert meaning in printed
 
 
 def test_config_file_then_flags(tmp_path):

@@ -5,8 +5,8 @@ import json
 import pytest
 import sentencepiece
 import transformers
-from conftest import LINES, TEXTS
-from tokenizers import Tokenizer, models, pre_tokenizers
+from conftest import LINES, TEXTS, save_byte_tokenizer
+from tokenizers import Tokenizer, models
 
 import init
 from lib.settings import UserError
@@ -97,11 +97,7 @@ def test_our_bpe_in_transformers(tmp_path):
     ],
 )
 def test_what_separates_documents(tmp_path, special, beside, bos, eos):
-    coder = Tokenizer(models.BPE())
-    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    coder.add_special_tokens(special)
-    coder.add_tokens(sorted(pre_tokenizers.ByteLevel.alphabet()))
-    coder.save(str(tmp_path / "tokenizer.json"))
+    save_byte_tokenizer(tmp_path, *special)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(beside))
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
     assert (tokenizer.bos, tokenizer.eos) == (bos, eos)

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
 from architectures import build
-from conftest import KINDS, ROOT, assert_refused, random_model, run_here
+from conftest import KINDS, ROOT, assert_refused, random_model, run_here, save_byte_tokenizer
 from safetensors import safe_open
 from test_attention import explicit, mean_of_queries
 from test_sinks import NEAR, saved
@@ -178,10 +177,8 @@ def test_lines_of_the_docs_use_the_file(model_type, tmp_path, monkeypatch):
     theirs = build(model_type)
     theirs.config.sliding_window = 64  # more than is read
     theirs.save_pretrained("model")
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    coder = tokenizers.Tokenizer(tokenizers.models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    coder.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=coder).save_pretrained("model")
+    save_byte_tokenizer(Path("model"))
+    transformers.PreTrainedTokenizerFast(tokenizer_file="model/tokenizer.json").save_pretrained("model")
     words = ("--model", "model", "--sequence-length", "16", "--num-sequences", "4", "--num-constants", "4")
     done = run_here("sinks", "transplant", *words, "--save", "cure.safetensors", "--out", "out")
     assert done.returncode == 0, done.stderr
