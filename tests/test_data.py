@@ -130,10 +130,7 @@ def test_a_folder_means_all_text_in_it(tmp_path):
 def test_packages():
     """In one order everywhere; without long files, and without what tells one build from another."""
     names = [str(file).rpartition("site-packages/")[2] for file in data.package_files()]
-    digests = [hashlib.sha256(name.encode()).digest() for name in names]
-    assert digests == sorted(digests) and len(names) > 5000
-    assert {name.split("/")[0] for name in names} == set(data.PACKAGES)
-    assert "torch/nn/functional.py" not in names  # 250 kB
+    assert names == sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
     assert "torch/nn/modules/linear.py" in names and "torch/version.py" not in names
 
 
@@ -204,25 +201,19 @@ def test_windows_and_batches(corpus, tmp_path):
         data.TokenData(tokens.folder).held_out(1, size - 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "right", "wrong", "word"),  # what is written in the place of what; None: the file goes
-    [
-        ("meta.json", None, "", "python -m sources.data SOURCE"),
-        ("val.bin", "", "x", "bytes, not"),
-        ("meta.json", '"uint16"', '"O"', "'O'"),  # numpy would read bytes as pointers
-    ],
-)
-def test_a_damaged_folder_is_refused(corpus, tmp_path, name, right, wrong, word):
+def test_a_damaged_folder_is_refused(corpus, tmp_path):
     folder = prepare(corpus, tmp_path / "set")
-    file = folder / name
-    if right is None:
-        file.unlink()
-    else:
-        before = file.read_text("latin-1")
-        file.write_text(before.replace(right, wrong, 1), "latin-1")
-        assert file.read_text("latin-1") != before
-    with pytest.raises(UserError, match=word):
-        data.TokenData(folder)
+    meta, tokens = folder / "meta.json", folder / "val.bin"
+    for file, before, after, word in (
+        (tokens, b"", b"x", "bytes, not"),
+        (meta, b'"uint16"', b'"O"', "'O'"),  # numpy would read bytes as pointers
+        (meta, b"{", b"", "meta.json"),
+    ):
+        whole = file.read_bytes()
+        file.write_bytes(whole.replace(before, after, 1))
+        with pytest.raises(UserError, match=word):
+            data.TokenData(folder)
+        file.write_bytes(whole)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import logging
 
-import pytest
 from matplotlib.figure import Figure
 
 from lib import figures
@@ -16,39 +15,30 @@ POINTS = [
 ]
 
 
-@pytest.fixture
-def drawn(tmp_path, monkeypatch):
-    """Draw curves of some points, and return the figure as it was written."""
-
-    def draw(points, **keywords) -> Figure:
-        caught = []
-        save = Figure.savefig
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                Figure, "savefig", lambda figure, *a, **k: caught.append(figure) or save(figure, *a, **k)
-            )
-            keywords = {"x": "layer", "y": "c", "series": "model", **keywords}
-            figures.curves(points, tmp_path / "x.png", "Why?", **keywords)
-        return caught[0]
-
-    return draw
-
-
 def lines(axes) -> list[list[tuple]]:
     pairs = [list(zip(line.get_xdata(), line.get_ydata())) for line in axes.get_lines()]
     return [line for line in pairs if line]
 
 
-def test_a_line_for_each_series_and_each_theory(drawn, caplog):
+def test_a_line_for_each_series_and_each_theory(tmp_path, monkeypatch, caplog):
     """Names that mean something to matplotlib are drawn as they are, without a warning."""
+    drawn = []
+    save = Figure.savefig
+
+    def note(figure, *words, **options):
+        drawn.append(figure)
+        save(figure, *words, **options)
+
+    monkeypatch.setattr(Figure, "savefig", note)
+    words = {"x": "layer", "y": "c", "series": "model", "theories": {"theory": "the theory"}}
     with caplog.at_level(logging.WARNING):
-        figure = drawn(POINTS, theories={"theory": "the theory"})
+        figures.curves(POINTS, tmp_path / "x.png", "Why?", **words)
     assert not caplog.records
-    (axes,) = figure.axes
+    (axes,) = drawn[0].axes
     first = [(0, 0.5), (1, 0.5), (2, 0.5)], [(0, -0.5), (2, -0.5)]  # theory is None at layer 1
     second = [(0, 0.25), (1, 0.25), (2, 0.25)], [(0, -0.25), (2, -0.25)]
     assert lines(axes) == [*first, *second]
-    names = [text.get_text().strip() for text in figure.legends[0].get_texts()]
+    names = [text.get_text().strip() for text in drawn[0].legends[0].get_texts()]
     assert names == [*NAMES, "the theory"]
 
 

@@ -50,10 +50,6 @@ def sinking_model() -> Lens:
     return Lens(theirs)
 
 
-def answer(folder: str, exercise: int):
-    return runpy.run_path(str(ROOT / f"lesson/{folder}/{exercise}.py"))[check.NAMES[exercise - 1]]
-
-
 @torch.no_grad()
 def graded(exercise: int, function, place) -> None:
     CHECKS[exercise](function, *[place][: len(inspect.signature(CHECKS[exercise]).parameters) - 1])
@@ -61,7 +57,8 @@ def graded(exercise: int, function, place) -> None:
 
 @pytest.mark.parametrize("exercise", CHECKS)
 def test_a_solution_passes(exercise, tmp_path):
-    graded(exercise, answer("solutions", exercise), tmp_path)
+    found = runpy.run_path(str(ROOT / f"lesson/solutions/{exercise}.py"))
+    graded(exercise, found[check.NAMES[exercise - 1]], tmp_path)
 
 
 def test_the_command():
