@@ -88,7 +88,7 @@ def figures_are_drawn_once(request, monkeypatch):
     save = Figure.savefig
 
     def save_once(figure, path, **options):
-        if path.name in DRAWN and request.module.__name__ != "test_figures":
+        if path.name in DRAWN and request.module.__name__ != "test_lib":
             path.touch()
         else:
             save(figure, path, **options)
