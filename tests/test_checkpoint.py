@@ -215,14 +215,14 @@ def test_a_run_means_its_newest_step(tmp_path):
 
 
 def test_models_that_flags_choose(tmp_path):
+    """In a label is what differs from its default."""
     folder, _ = saved(tmp_path / "a", KINDS["llama"])
     names = ("tiny_gpt2", "tiny_llama@9", folder)
-    for embedding_seed, expected in ((None, [None, None, 9, None]), (0, [0, 0, 9, None])):
-        specs = specs_of(names, (1, 2), embedding_seed)
-        assert [spec.embedding_seed for spec in specs] == expected
-        seeds = "" if embedding_seed is None else ":0"  # in a label is what differs from its default
-        labels = [f"tiny_gpt2@1{seeds}", f"tiny_gpt2@2{seeds}", "tiny_llama@9", folder]
-        assert [spec.label for spec in specs] == labels
+    specs = specs_of(names, (1, 2), None)
+    assert [spec.label for spec in specs] == ["tiny_gpt2@1", "tiny_gpt2@2", "tiny_llama@9", folder]
+    specs = specs_of(names, (1,), 0)
+    assert [spec.label for spec in specs] == ["tiny_gpt2@1:0", "tiny_llama@9", folder]
+    assert [spec.embedding_seed for spec in specs] == [0, 9, None]
     assert checkpoint.shortest_context(specs) == 256  # the presets'; the folder's is 700
     checkpoint.check_lengths((1, 256), 256)
     with pytest.raises(UserError, match="--sequence-length 257"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import assert_refused, run_here
+from conftest import run_here
 
 import contraction
 import init
@@ -148,9 +148,3 @@ def test_what_theory_does_not_know_is_null(tmp_path, monkeypatch):
         (CONFIG, "mine"),
     ):
         assert theory.kernel_recursion(config, LENGTH, scheme) == [None] * (CONFIG.num_layers + 1)
-
-
-def test_too_long_a_sequence_is_refused(tmp_path):
-    done = run_here("contraction", "layers", "--sequence-length", 1025, "--out", tmp_path)
-    assert_refused(done, "--sequence-length 1025", "1024")
-    assert not list(tmp_path.iterdir())

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 import transformers
-from conftest import assert_refused, run_here, save_byte_tokenizer
+from conftest import run_here, save_byte_tokenizer
 from hub_server import serving
 from test_hub import point_to, repositories
 
@@ -52,5 +52,3 @@ def test_every_script_on_what_the_hub_serves(tmp_path, monkeypatch, capsys):
         for words in (["paper", "--paper-sequences", 20, "--paper-length", 9], ["compare"]):
             done = run_here("seedprint", *words, "org/gpt2", "org/gpt2")
             assert done.returncode == 0, done.stderr
-        too_long = run_here("sinks", "rate", "--model", "org/gpt2", "--sequence-length", 65)
-        assert_refused(too_long, "--sequence-length 65: expected 1 to 64")

@@ -87,8 +87,6 @@ WRONG = [
     (6, lambda model: model.model.embed_tokens.weight[0].mul_(100), "weight has changed"),
     (7, lambda model, silent, tokens: torch.zeros(32), "nats with your vector"),
     (8, lambda shares: max(shares) > 0.1, "gemma-3-270m-q4_k_m.gguf against smollm2 is no child"),
-    (8, lambda shares: sum(shares) > 0.2 * len(shares), "a merge with the base's layers 9 and 10 is a child"),
-    (8, lambda shares: None, "itself against smollm2 is a child"),
 ]
 
 
