@@ -26,10 +26,7 @@ class Settings(RunSettings):
 
 
 def rate(settings: Settings) -> None:
-    """Measure the rate.
-
-    More about it.
-    """
+    """Measure the rate."""
 
 
 def train(settings: Settings, defaults: Settings) -> None:
@@ -79,11 +76,8 @@ def test_config_file_then_flags(tmp_path):
     assert read_command(commands, words, "?") == (train, replace(file, steps=9, seed=(1,)), file)
     # A run that is resumed reads the same words with its own settings as defaults.
     ours = begun(Settings(resume=True))
-    assert read_command(commands, ["--resume", "--steps", "100"], "?") == (
-        train,
-        replace(ours, steps=100),
-        ours,
-    )
+    resumed = read_command(commands, ["--resume", "--steps", "100"], "?")
+    assert resumed == (train, replace(ours, steps=100), ours)
     assert read_command(commands, [str(config), "--resume"], "?") == (train, replace(file, resume=True), ours)
 
 
