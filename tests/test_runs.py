@@ -70,7 +70,7 @@ def test_a_run_that_was_stopped_stops_what_asked_for_it(reached, is_well, tmp_pa
 
 def test_every_method_answers_for_every_pair(quick, monkeypatch):
     """Small models, trained for two steps: rows say what `paper` says of a pair."""
-    small = {"d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    small = {"vocab_size": 257, "d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     for preset in ("tiny_llama", "tiny_qwen"):
         monkeypatch.setitem(model.PRESETS, preset, replace(model.PRESETS[preset], **small))
     monkeypatch.setattr(lineage, "SEEDS", (1000, 123))
@@ -91,7 +91,8 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
 
 
 def test_text_and_birth(quick, monkeypatch):
-    monkeypatch.setitem(model.PRESETS, "text_sink", replace(model.PRESETS["text_sink"], num_layers=2))
+    small = replace(model.PRESETS["text_sink"], vocab_size=257, num_layers=2)
+    monkeypatch.setitem(model.PRESETS, "text_sink", small)
     folders = [str(quick(f"runs/text/{kind}-42")) for kind in ("none", "attenuate")]
     named = text.NotedSettings(runs=tuple(folders), out="out")
     found = text.text(named)

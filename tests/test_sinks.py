@@ -215,7 +215,7 @@ def test_what_a_model_reads(text):
 
 def test_commands_read_a_text(text, tmp_path):
     """Each row says what was read; a data set has BOS first where it is asked for."""
-    words = ("--model", text.model, "text_sink@5", "--num-sequences", 4, "--sequence-length", 20)
+    words = ("--model", text.model, "text_sink@5", "--num-sequences", 2, "--sequence-length", 20)
     words += ("--bos", "always", "--out", tmp_path)
     file = ("--text", text.file, "--tokenizer", text.tokenizer)
     for script, name, read in (
@@ -231,7 +231,7 @@ def test_commands_read_a_text(text, tmp_path):
 
 
 def test_bos(text, tmp_path):
-    words = ("--model", text.model, "--num-sequences", 4, "--sequence-length", 20, "--out", tmp_path)
+    words = ("--model", text.model, "--num-sequences", 2, "--sequence-length", 20, "--out", tmp_path)
     done = run_here("reproduce.interventions", "bos", *words)
     assert done.returncode == 0, done.stderr
     rows = read_json(tmp_path / "bos.json")["rows"]

@@ -118,23 +118,7 @@ def test_the_loop_against_a_plain_one(tokens, whole):
     assert rows_of(whole)[-1]["val_loss"] == pytest.approx(held_out, rel=1e-4)
 
 
-# A config file, the user's own Python: rank 1 of torchrun's first attempt is killed in its sixth step.
-KILLED = """
-import os
-import signal
-import __main__
-_rate = __main__.learning_rate
-
-def _killed(step, settings):
-    if (step, os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == (5, "1", "0"):
-        os.kill(os.getpid(), signal.SIGKILL)
-    return _rate(step, settings)
-
-__main__.learning_rate = _killed
-"""
-
-
-def test_two_processes_one_of_which_is_killed_and_then_one(tokens, tmp_path):
+def test_two_processes_and_then_one(tokens, tmp_path):
     """Their losses are those of one process; the same command begins a run and goes on with it.
 
     Of five sequences one rank has two micro-batches. Only one rank writes and speaks. Sums of float32
@@ -143,13 +127,10 @@ def test_two_processes_one_of_which_is_killed_and_then_one(tokens, tmp_path):
     changes = {"global_batch_size": 5, "micro_batch_size": 2, "explicit_sink": True}
     one = small(tokens, tmp_path / "one", **changes)
     two = small(tokens, tmp_path / "two", resume=True, **changes)
-    config = config_file(two, tmp_path)
-    config.write_text(config.read_text() + KILLED)
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1")
-    done = run_script(*torchrun, "train.py", config)
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = run_script(*torchrun, "train.py", config_file(two, tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("starting it") == 1 and done.stderr.count("exitcode: -9") == 1
-    assert done.stdout.count("step 12: held-out loss") == 1
+    assert done.stdout.count("starting it") == done.stdout.count("step 12: held-out loss") == 1
     train.train(one)
     for settings in (one, two):
         train.train(replace(settings, resume=True, max_iters=20))
@@ -465,29 +446,17 @@ MACHINE = """
 import os
 os.chdir("{place}/machine" + os.environ["RANK"])
 """
-DIFFER = {  # what more the config file says, and what is then told
-    "": "rank 0 has step 4, rank 1 0",
-    "data = 'set'\nout = 'new'\n": "rank 0 has data set ",
-}
 
 
-def test_machines_that_differ_begin_nothing(tokens, stopped, tmp_path):
-    """Of two, one has a run; or each has its own data; or one meets a mistake before it meets the other."""
+def test_machines_with_other_data_begin_nothing(tokens, tmp_path):
+    """Both end, and say why."""
     for number in (0, 1):
         (tmp_path / f"machine{number}").mkdir()
         meta = Path(shutil.copytree(tokens, tmp_path / f"machine{number}" / "set")) / "meta.json"
         meta.write_text(meta.read_text().replace('"fingerprint": "', f'"fingerprint": "{number}'))
-    shutil.copytree(stopped, tmp_path / "machine0" / "run")
-    text = config_file(small(tokens, Path("run"), resume=True), tmp_path).read_text()
-    words = []
-    for number, change in enumerate(DIFFER):
-        config = tmp_path / f"{number}.py"
-        config.write_text(text + MACHINE.format(place=tmp_path) + change)
-        words += ["--", "train.py", config]
-    before = kill_training.contents(tmp_path / "machine0")
-    done = run_script("tests/ranks.py", *words)
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    told = done.stderr.split("ended with [2, 2]")
-    for expected, lines in zip(DIFFER.values(), told[:-1], strict=True):
-        assert lines.count(f": {expected}") == 2, done.stderr
-    assert kill_training.contents(tmp_path / "machine0") == before
+    config = config_file(small("set", Path("run")), tmp_path)
+    config.write_text(config.read_text() + MACHINE.format(place=tmp_path))
+    done = run_script("tests/ranks.py", "train.py", config)
+    assert done.stderr.count(": rank 0 has data set ") == 2, done.stderr
+    assert "ended with [2, 2]" in done.stderr
+    assert not list(tmp_path.glob("machine*/run/step*"))
