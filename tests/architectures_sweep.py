@@ -7,24 +7,23 @@ A copy, its bfloat16 cast, a child of 30 steps more, and a merge of 60 % of the 
 are to be the `same birth`; a newborn, and a model of another seed that learnt the same text, `no evidence`.
 Tables narrower than the stream clear no stranger: `inconclusive`. Of models with a part a copy and a noised
 child are of the same birth, a newborn is not, nor is one that has that part of the base; if that part may be
-the language model this is `inconclusive`. Of models whose tensors are renamed a copy, a noised child and a
-newborn are compared with the base.
+the language model this is `inconclusive`.
 """
 
 import sys
 import tempfile
 from pathlib import Path
 
-import safetensors.torch
 import torch
 import transformers
+from kin import with_noise
 from test_architectures import ARCHITECTURES, EXPERTS, GATED, PLAIN, SIZES, T5_SIZES, build
 
 from lineage.compare import CompareSettings, Model, compare_models
 from lineage.judge import INCONCLUSIVE, NO_EVIDENCE, SAME_BIRTH
+from reproduce.disguise import as_source
 from strangers import formats
 
-FEW = CompareSettings()
 NARROW = PLAIN | {"embedding_size": 64}
 MAMBA2 = SIZES | {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16}
 NEO = SIZES | {"num_layers": 3, "num_heads": 4, "attention_types": [[["global"], 3]]}
@@ -79,19 +78,9 @@ PARTS = {  # class: its configuration's, the arguments, what begins the names of
     "LlavaForConditionalGeneration": ("LlavaConfig", LLAVA, "model.vision_tower.", NO_EVIDENCE),
     "CLIPModel": ("CLIPConfig", CLIP, "vision_model.", NO_EVIDENCE),
     "WhisperForConditionalGeneration": ("WhisperConfig", WHISPER, "model.encoder.", NO_EVIDENCE),
-    "MarianMTModel": (
-        "MarianConfig",
-        BART | {"vocab_size": 1000},
-        ("model.encoder.", "model.shared."),
-        INCONCLUSIVE,
-    ),
+    "MarianMTModel": ("MarianConfig", MARIAN, ("model.encoder.", "model.shared."), INCONCLUSIVE),
 }
 UNCLEARED = ("ElectraForMaskedLM", "AlbertForMaskedLM")  # whose tables are narrower than the stream
-RENAMED = {  # what is to be what in the names of a LLaMA
-    "resblocks": {"model.layers": "transformer.resblocks", "model.embed_tokens": "token_embedding"},
-    "sequential": {"model.layers": "sequential", "model.embed_tokens": "sequential.90.word_embeddings"},
-    "cells": {"model.layers": "cells", "model.embed_tokens": "w", "model.norm": "n"},
-}
 ALL = ARCHITECTURES | MORE
 ALL["DeepseekV3ForCausalLM"][1]["head_dim"] = 16  # which its rotation is of
 ALL["T5ForConditionalGeneration"][1]["decoder_start_token_id"] = 0
@@ -110,82 +99,54 @@ def trained(model, steps: int, start=0):
 
 
 def family(name: str):
-    """(kind, model) of a trained base, its children, and two strangers."""
+    """(kind, right verdict, model) of a trained base, its children, and two strangers."""
     base = trained(build(name, 1, ALL), 30)
     weights = {key: value.clone() for key, value in base.state_dict().items()}
-    yield "base", base
-    yield "copy", base
-    yield "bfloat16", base.bfloat16()
+    yield "base", SAME_BIRTH, base
+    yield "copy", SAME_BIRTH, base
+    yield "bfloat16", SAME_BIRTH, base.bfloat16()
     base.float().load_state_dict(weights)
     child = trained(base, 30, 30)
-    yield "trained", child
+    yield "trained", SAME_BIRTH, child
     with torch.no_grad():
         for key, value in child.state_dict().items():
             if value.is_floating_point():
                 value.mul_(0.4).add_(weights[key], alpha=0.6)
-    yield "merged", child
-    yield "newborn", build(name, 2, ALL)
-    yield "stranger", trained(build(name, 2, ALL), 30)
+    yield "merged", SAME_BIRTH, child
+    right = INCONCLUSIVE if name in UNCLEARED else NO_EVIDENCE
+    yield "newborn", right, build(name, 2, ALL)
+    yield "stranger", right, trained(build(name, 2, ALL), 30)
 
 
-def noised(weights: dict, size=0.5) -> dict:
-    """Tensors with noise of half of each matrix's standard deviation."""
-    generator = torch.Generator().manual_seed(0)
-    noise = {name: torch.randn(weight.shape, generator=generator) for name, weight in weights.items()}
-    return {n: w + size * w.std() * noise[n] if w.ndim > 1 else w for n, w in weights.items()}
-
-
-def of_tensors(kinds: dict, folder: Path) -> dict[str, tuple[str, str, str]]:
-    """The same of files of tensors: `kinds` has (tensors, right verdict) of the base and of each suspect."""
-    models = {}
-    for kind, (tensors, _) in kinds.items():
-        tensors = {key: tensor.contiguous().clone() for key, tensor in tensors.items()}
-        safetensors.torch.save_file(tensors, folder / f"{kind}.safetensors")
-        models[kind] = Model(kind, formats.open_checkpoint(folder / f"{kind}.safetensors", True))
-    base = models.pop("base")
-    rows = {kind: compare_models(base, model, FEW)[0] for kind, model in models.items()}
-    return {kind: (kinds[kind][1], row["verdict"], row["sentence"]) for kind, row in rows.items()}
-
-
-def with_parts(name: str, folder: Path):
-    """The verdicts on a model with a part that reads no tokens."""
+def with_parts(name: str):
+    """(kind, right verdict, tensors) of a model with a part that reads no tokens."""
+    begin, of_part = PARTS[name][2:]
     base, stranger = (build(name, seed, PARTS).state_dict() for seed in (1, 2))
-    frozen = {key: base[key] if key.startswith(PARTS[name][2]) else stranger[key] for key in base}
-    kinds = {"base": (base, ""), "copy": (base, SAME_BIRTH), "noised": (noised(base), SAME_BIRTH)}
-    kinds |= {"stranger": (stranger, NO_EVIDENCE), "frozen part": (frozen, PARTS[name][3])}
-    trained = {key: noised(base)[key] if key.startswith(PARTS[name][2]) else stranger[key] for key in base}
-    return of_tensors(kinds | {"part trained on": (trained, PARTS[name][3])}, folder)
-
-
-def renamed(name: str, folder: Path):
-    """The verdicts on LLaMAs whose tensors are called otherwise, beside one of usual names."""
-    base, stranger = (build("Qwen3ForCausalLM", seed).state_dict() for seed in (1, 2))
-    kinds = {"base": (base, "")}
-    for kind, weights in (("copy", base), ("noised", noised(base)), ("stranger", stranger)):
-        for old, new in RENAMED[name].items():
-            weights = {key.replace(old, new): weight for key, weight in weights.items()}
-        kinds[kind] = (weights, NO_EVIDENCE if kind == "stranger" else SAME_BIRTH)
-    return of_tensors(kinds, folder)
+    child = with_noise(base, 0.5)
+    part = {name for name in base if name.startswith(begin)}
+    yield "base", SAME_BIRTH, base
+    yield "copy", SAME_BIRTH, base
+    yield "noised", SAME_BIRTH, child
+    yield "stranger", NO_EVIDENCE, stranger
+    yield "frozen part", of_part, stranger | {name: base[name] for name in part}
+    yield "part trained on", of_part, stranger | {name: child[name] for name in part}
 
 
 def verdicts(name: str) -> dict[str, tuple[str, str, str]]:
     """By kind of relative the verdict that is right, and the one that was given, with its sentence."""
     answers = {}
     with tempfile.TemporaryDirectory() as folder:
-        if name in PARTS:
-            return with_parts(name, Path(folder))
-        if name in RENAMED:
-            return renamed(name, Path(folder))
-        for kind, model in family(name):
-            model.save_pretrained(Path(folder) / kind)
-            read = Model(kind, formats.open_checkpoint(Path(folder) / kind, True))
+        for kind, right, made in with_parts(name) if name in PARTS else family(name):
+            if isinstance(made, dict):
+                source = as_source(made, None)
+            else:
+                made.save_pretrained(Path(folder) / kind)
+                source = formats.open_checkpoint(Path(folder) / kind, True)
+            model = Model(kind, source)
             if kind == "base":
-                base = read
+                base = model
                 continue
-            row, _ = compare_models(base, read, FEW)
-            right = SAME_BIRTH
-            if kind in ("newborn", "stranger"):
-                right = INCONCLUSIVE if name in UNCLEARED else NO_EVIDENCE
+            row, _ = compare_models(base, model, CompareSettings())
             answers[kind] = (right, row["verdict"], row["sentence"])
     return answers
 
@@ -193,7 +154,7 @@ def verdicts(name: str) -> dict[str, tuple[str, str, str]]:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    for architecture in sys.argv[1:] or [*ALL, *PARTS, *RENAMED]:
+    for architecture in sys.argv[1:] or [*ALL, *PARTS]:
         try:
             answers = verdicts(architecture)
         except Exception as error:  # of transformers' configurations, which change

@@ -10,7 +10,6 @@ neither in its folder nor the installation's, and no command run (Python announc
 surely a mistake must end with 2.
 """
 
-import contextlib
 import importlib
 import json
 import os
@@ -38,14 +37,10 @@ from sources import checkpoint, data
 SECONDS, BYTES = 20, 2 * 2**30  # that a case may take
 SCRIPTS = ("probe", "contraction", "seedprint", "sinks", "train", "sources.data")
 MODULES = {name: importlib.import_module(name) for name in SCRIPTS}
-ROOT = str(Path(__file__).parent.parent)
-HOME = [str(Path.home() / name) for name in (".config", ".cache")]
-READABLE = [ROOT, sys.prefix, sys.base_prefix, "/usr", "/lib", "/etc", "/proc", "/sys", *HOME]
-READABLE += ["/dev/null", "/dev/shm", "/dev/urandom"]
-READABLE = [os.path.realpath(path) for path in READABLE]  # the .venv may be a link
-WRITABLE = ["/dev/null", "/dev/shm", "/proc", *HOME]
+WRITABLE = ["/dev/null", "/dev/shm", "/proc", *(str(Path.home() / name) for name in (".config", ".cache"))]
+READABLE = [str(Path(__file__).parent.parent), sys.prefix, sys.base_prefix, "/usr", "/lib", "/etc", "/sys"]
+READABLE = [os.path.realpath(path) for path in [*READABLE, "/dev/urandom", *WRITABLE]]  # .venv may be a link
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate", "os.symlink"}
-CHANGES |= {"os.system", "os.exec"}  # whose first argument is no file of the case's
 TRAINING = SMALL | {"max_iters": 3, "save_every": 2}  # settings of a run that takes a second
 COMPARE = "seedprint compare FOLDER FOLDER"
 PROBE = "probe --model FOLDER --num-sequences 4 --sequence-length 8"
@@ -76,24 +71,21 @@ def make_templates(root: Path) -> None:
     shutil.copy(root / "checkpoint/tokenizer.model", root / "stranger")
 
 
-def put(name: str, make: Callable) -> Callable:
-    """A damage that puts something else in the place of a folder's file."""
+def piped(name: str) -> Callable:
+    """A damage that puts a pipe in the place of a folder's file."""
 
     def damage(folder: Path) -> None:
-        path = folder / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
-        make(path)
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
 
     return damage
 
 
 def changed(name: str, change: Callable) -> Callable:
-    """A damage that changes a file's bytes."""
     return lambda folder: (folder / name).write_bytes(change(bytearray((folder / name).read_bytes())))
 
 
 def with_json(name: str, **changes) -> Callable:
-    """A damage that changes values of a folder's JSON file."""
     return changed(name, lambda raw: json.dumps(json.loads(raw) | changes).encode())
 
 
@@ -107,23 +99,17 @@ def endless(raw: bytearray) -> bytearray:
 
 CODE = {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
 FOLDERS = [  # the script and its words, what is copied, its damage; False: it is not surely a mistake
-    (COMPARE, "checkpoint", "config.json a pipe", put("config.json", os.mkfifo)),
+    (COMPARE, "checkpoint", "config.json a pipe", piped("config.json")),
     (COMPARE, "checkpoint", "a header without end", changed("model.safetensors", endless)),
     (COMPARE, "checkpoint", "a path of code", with_json("config.json", auto_map={"M": "evil.py"}), False),
     (PROBE, "checkpoint", "weights cut", changed("model.safetensors", cut)),
     (RATE, "stranger", "a path of code", with_json("config.json", **CODE), False),
     (RATE, "stranger", "code of a new type", with_json("config.json", model_type="evil", **CODE)),
-    (
-        RATE,
-        "stranger",
-        "attention of the Hub",
-        with_json("config.json", _attn_implementation="a/kernel"),
-        False,
-    ),
+    (RATE, "stranger", "code of the Hub", with_json("config.json", _attn_implementation="a/kernel"), False),
     (PROBE, "stranger", "layers without end", with_json("config.json", num_hidden_layers=10**9)),
     (PROBE, "stranger", "another width", with_json("config.json", hidden_size=64)),
     (PROBE, "stranger", "weights cut", changed("model.safetensors", cut)),
-    (RESUME, "run", "moments a pipe", put("step_0000003/optimizer.safetensors", os.mkfifo)),
+    (RESUME, "run", "moments a pipe", piped("step_0000003/optimizer.safetensors")),
     (TRAIN, "data", "tokenizer outside", with_json("meta.json", tokenizer_file="../outside")),
     (TRAIN, "data", "tokens cut", changed("train.bin", cut)),
 ]
@@ -134,13 +120,6 @@ train --source pipe.txt
 train --out /proc/x
 sources.data bad.jsonl
 """  # command lines that are surely mistakes
-
-
-def furnish(folder: Path) -> None:
-    """What the words name: pipes, and a file that is not what it seems."""
-    os.mkfifo(folder / "pipe")
-    os.mkfifo(folder / "pipe.txt")
-    (folder / "bad.jsonl").write_text('{"text": ' + "[" * 99999)
 
 
 # ---- a case's life -----------------------------------------------------------------------------------------
@@ -158,65 +137,61 @@ def live(words: str, place: Path) -> None:
     script, *words = words.replace("FOLDER", "folder").split()
     sys.argv = [f"{script}.py", *words]
     log = os.open("forbidden", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    readable = [*READABLE, str(place), str(place.parent / "text.txt"), str(place.parent / "data")]
-    writable = [*WRITABLE, str(place)]
+    readable = (*READABLE, str(place), str(place.parent / "text.txt"), str(place.parent / "data"))
+    writable = (*WRITABLE, str(place))
 
     def watch(event: str, arguments: tuple) -> None:
         is_change = event in CHANGES
-        if not (is_change or event == "open") or not isinstance(arguments[0], str | bytes | os.PathLike):
-            return
-        path = os.fsdecode(arguments[0])
-        if event == "os.mkdir":  # it follows no link
-            path = os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
-        elif event not in ("os.system", "os.exec"):
-            path = os.path.realpath(path)
-        is_change |= event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
-        if not any(path.startswith(root) for root in (writable if is_change else readable)):
-            os.write(log, f"{event} {path}\n".encode(errors="replace"))
+        if event in ("os.system", "os.exec"):
+            os.write(log, f"{event}\n".encode())
+        elif (is_change or event == "open") and isinstance(arguments[0], str | bytes | os.PathLike):
+            path = os.path.realpath(os.fsdecode(arguments[0]))
+            is_change |= event == "open" and bool(arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            if not path.startswith(writable if is_change else readable):
+                os.write(log, f"{event} {path}\n".encode(errors="replace"))
 
     sys.addaudithook(watch)
-    module = MODULES[script]
     code = 0
     try:
-        settings.run_script(module.COMMANDS, module.__doc__)
+        settings.run_script(MODULES[script].COMMANDS, MODULES[script].__doc__)
     except SystemExit as stopped:
         code = stopped.code or 0
     except BaseException:
         traceback.print_exc()
         code = 1
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)
 
 
-def fault_of(place: Path, words, template=None, what="", damage=None, is_mistake=True) -> tuple[str, int]:
-    """Run a case in a place of its own; what is wrong with how it ended, "" if nothing, and its bytes."""
+def fault_of(place: Path, words, template=None, what="", damage=None, is_mistake=True) -> str:
+    """Run a case in a place of its own; what is wrong with how it ended, "" if nothing."""
     place.mkdir()
     if template:
         shutil.copytree(place.parent / template, place / "folder")
         damage(place / "folder")
         (place / "outside").mkdir()
-    else:
-        furnish(place)
+    else:  # what the words name
+        os.mkfifo(place / "pipe")
+        os.mkfifo(place / "pipe.txt")
+        (place / "bad.jsonl").write_text('{"text": ' + "[" * 99999)
     child = os.fork()
     if child == 0:
         live(words, place)
     _, status, usage = os.wait4(child, 0)
-    size = usage.ru_maxrss * 1024
     code = os.waitstatus_to_exitcode(status)
     message = (place / "err").read_text(errors="replace").strip()
     forbidden = (place / "forbidden").read_text()
     shutil.rmtree(place, ignore_errors=True)
     if code < 0:
-        return f"signal {signal.Signals(-code).name}", size
+        return f"signal {signal.Signals(-code).name}"
     if "Traceback" in message or code not in (0, 2):
-        return f"exit status {code}: {message[-300:]}", size
+        return f"exit status {code}: {message[-300:]}"
     if code == 0 and is_mistake:
-        return "not refused", size
-    if size > BYTES:
-        return f"{size / 2**30:.1f} GB", size
-    return forbidden and f"forbidden: {forbidden.splitlines()[0]}", size
+        return "not refused"
+    if usage.ru_maxrss * 1024 > BYTES:
+        return f"{usage.ru_maxrss / 2**20:.1f} GB"
+    return forbidden and f"forbidden: {forbidden.splitlines()[0]}"
 
 
 def main() -> None:
@@ -224,19 +199,18 @@ def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what was forked cannot use a GPU that its parent has seen
     stride = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     cases = [*FOLDERS, *[(line,) for line in LINES.strip().splitlines()]][::stride]
-    faults, most = 0, 0
+    faults = 0
     with tempfile.TemporaryDirectory() as root:
         root = Path(root).resolve()
         maker = processes.Process(target=make_templates, args=(root,))
         maker.start()
         maker.join()
         for number, case in enumerate(cases):
-            fault, size = fault_of(root / f"case_{number}", *case)
-            most = max(most, size)
+            fault = fault_of(root / f"case_{number}", *case)
             if fault:
                 faults += 1
                 print(f"{case[:3]}: {fault}", flush=True)
-    print(f"{len(cases)} cases, {faults} faults; at most {most / 2**20:.0f} MB")
+    print(f"{len(cases)} cases, {faults} faults")
     sys.exit(1 if faults else 0)
 
 

@@ -31,15 +31,12 @@ class Hub(ThreadingHTTPServer):
 
 
 class Answer(BaseHTTPRequestHandler):
-    """The answer to a request."""
-
     protocol_version = "HTTP/1.1"
 
     def log_message(self, *_):
-        """Say nothing on stderr."""
+        pass
 
     def do_HEAD(self):
-        """As the answer to a GET, without what it holds."""
         self.do_GET()
 
     def do_GET(self):
@@ -68,7 +65,6 @@ class Answer(BaseHTTPRequestHandler):
             self.send(200, json.dumps({"id": repo, "sha": COMMIT, "siblings": siblings}).encode())
 
     def send_file(self, repo, files, name):
-        """A file."""
         if repo in self.server.gated:
             return self.send(403, error="GatedRepo")
         if name not in files:
@@ -86,7 +82,6 @@ class Answer(BaseHTTPRequestHandler):
         self.send(status, content, headers)
 
     def send(self, status, content=b"", headers=None, error=None):
-        """A status, headers and the content."""
         self.send_response(status)
         if error is not None:
             self.send_header("X-Error-Code", error)

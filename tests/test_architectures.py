@@ -6,7 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from test_verdict import row_by_both
+from kin import row_by_both
 
 from lineage import layout
 from strangers import formats
@@ -48,14 +48,12 @@ HERE = [name for name in ARCHITECTURES if name.removesuffix("ForCausalLM") not i
 
 
 def build(name: str, seed: int, choices=ARCHITECTURES) -> transformers.PreTrainedModel:
-    """A newborn of one of transformers' classes."""
     config, arguments, *_ = choices[name]
     torch.manual_seed(seed)
     return getattr(transformers, name)(getattr(transformers, config)(**arguments))
 
 
 def compared(folder: Path, base: str, *suspects: str) -> list[dict]:
-    """The rows of some folders."""
     sources = [formats.open_checkpoint(folder / name, True) for name in (base, *suspects)]
     return [row_by_both(sources[0], source) for source in sources[1:]]
 

@@ -14,19 +14,16 @@ TOKENS = random_tokens(0, range(40), 12, 97)
 
 @pytest.fixture(autouse=True)
 def no_gradients():
-    """As `similarities` asks for its parts."""
     with torch.no_grad():
         yield
 
 
 @pytest.fixture(params=["llama_gqa", "qwen2", "gpt2"])
 def models(request) -> list[Transformer]:
-    """Two random models of a kind."""
     return [random_model(KINDS[request.param], seed) for seed in (1, 2)]
 
 
 def weights_of(model) -> dict[str, np.ndarray]:
-    """A model's parameters, float64."""
     return {name: weight.double().numpy() for name, weight in model.named_parameters()}
 
 

@@ -1,118 +1,164 @@
-"""lineage/layout.py: layouts that people bring, each with a disguised child of the base, and a stranger."""
+"""lineage/layout.py: names and shapes that people bring, of children of a base, and of a stranger."""
 
 from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
-from test_layout import drawn, judged
-from test_verdict import changed, folder_with, fused
-from test_verdict import judged as judged_sources
+from kin import BASE, CHILD, CONFIG, LAYER, STRANGER, TABLES, born, changed, drawn, folder_with, judged
 
 from lib.settings import UserError
 from lineage.judge import INCONCLUSIVE, NO_EVIDENCE, SAME_BIRTH
-from model import ModelConfig
-from reproduce.disguise import disguised, weights_of
+from reproduce.disguise import weights_of
 from reproduce.robustness import noised
+from sources import checkpoint
 from strangers.formats import Newborn
 
-CONFIG = ModelConfig(600, 64, 3, 4, 64, 192, num_kv_heads=2)
 TIED = replace(CONFIG, tie_embeddings=True)
+PLAIN = replace(TIED, mlp="gelu", norm="layernorm")
 SQUARE = replace(CONFIG, d_ff=64, num_kv_heads=4)
-TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-TWINS = pytest.mark.parametrize("who", ["guilty", "innocent"])
-SURE = {"guilty": [SAME_BIRTH], "innocent": [NO_EVIDENCE]}  # which verdicts are right
-HONEST = {"guilty": [SAME_BIRTH, INCONCLUSIVE], "innocent": [NO_EVIDENCE, INCONCLUSIVE]}
+TABLE, HEAD = TABLES
+RIGHT = {"turned": SAME_BIRTH, "noised": SAME_BIRTH, "stranger": NO_EVIDENCE}
+SURE = {who: (verdict,) for who, verdict in RIGHT.items()}
+HONEST = {who: (verdict, INCONCLUSIVE) for who, verdict in RIGHT.items()}
 
 
-def reordered(weights: dict, count: int) -> dict:
-    """Neurons in the reverse order, each in its own expert of `count`."""
-    others = dict(weights)
-    for name, weight in weights.items():
-        if ".mlp." in name:
-            axis = int("down" in name)
-            others[name] = weight.unflatten(axis, (count, -1)).flip(axis + 1).flatten(axis, axis + 1)
-    return others
+# ---- other names, tables and heads -------------------------------------------------------------------------
 
 
-def born(config: ModelConfig, who: str, count=1) -> dict:
-    """The base; its noised child in another basis with its units in another order; or another draw."""
-    source = noised(Newborn(config, 2 if who == "innocent" else 1), 0)
-    if who != "guilty":
-        return weights_of(source)
-    child = noised(disguised(source, ("rotate", "signs")), 0.3)
-    return reordered({name: child.read(name) for name in source.shapes}, count)
+def with_tensors(others: dict, names: dict, weights: dict) -> dict:
+    return changed(weights, names) | others
 
 
-def as_nanotron(weights: dict) -> dict:
-    names = {TABLE: "model.token_position_embeddings.pp_block.token_embedding.weight"}
-    names |= {HEAD: "model.lm_head.pp_block.weight", "model.norm": "model.final_layer_norm.pp_block"}
-    names |= {f"layers.{layer}.": f"decoder.{layer}.pp_block." for layer in range(3)}
-    return changed(fused(weights), names)
+def decoys(name: str, rows: int, count=1) -> dict:
+    return {f"{name.replace('a.', f'a{number}.')}.weight": drawn(0, rows, 64) for number in range(count)}
 
 
-def beside_decoys(weights: dict) -> dict:
-    """As pi0.5: no table but a tied head, beside a norm's matrix (192, d) and one of time (64, d)."""
-    queries = [weights[f"model.layers.{layer}.self_attn.q_proj.weight"] for layer in range(3)]
-    decoys = {"model.norm.dense.weight": torch.cat(queries), "time_mlp_in.weight": queries[0].flip(0)}
-    return changed(weights, {TABLE: HEAD}) | decoys
+def as_transformer_lens(weights: dict) -> dict:
+    """GPT-2's matrices as TransformerLens stores them, (inputs, outputs)."""
+    names = {TABLE: "embed.W_E", LAYER: "blocks.", "post_attention": "ln2"}
+    names |= {"up_proj.weight": "W_in", "down_proj.weight": "W_out", "self_attn.": "attn."}
+    names |= {"ln2_layernorm.weight": "ln2.w", "model.norm.weight": "ln_final.w"}
+    others = changed(weights, names)
+    return {name: weight.T if ".W_" in name and "mlp" in name else weight for name, weight in others.items()}
+
+
+def as_pi05(weights: dict) -> dict:
+    """No table but a tied head, beside a norm's matrix (192, d) and one of time (64, d)."""
+    queries = [weights[f"{LAYER}{layer}.self_attn.q_proj.weight"] for layer in range(3)]
+    others = {"model.norm.dense.weight": torch.cat(queries), "time_mlp_in.weight": queries[0].flip(0)}
+    return with_tensors(others, {TABLE: HEAD}, weights)
 
 
 def parametrized(weights: dict) -> dict:
     start = TABLE.replace("weight", "parametrizations.weight.")
-    adapters = {f"{start}0.lora_A": drawn(7, 5, 4, 64), f"{start}0.lora_B": drawn(8, 5, 600, 4)}
-    return changed(weights, {TABLE: f"{start}original"}) | adapters
+    adapters = {f"{start}0.lora_A": drawn(7, 5, 4, 64), f"{start}0.lora_B": drawn(8, 5, 300, 4)}
+    return with_tensors(adapters, {TABLE: f"{start}original"}, weights)
 
 
-def slashed(weights: dict) -> dict:
-    """As TensorFlow's GPT-2: square matrices (inputs, outputs), between slashes."""
-    names = {"model.layers.": "h/", ".": "/", "up_proj": "c_fc", "down_proj": "c_proj"}
-    turned = {name: weight.T for name, weight in weights.items() if "_proj." in name}
-    return changed(weights | turned, names)
+def as_keras(weights: dict) -> dict:
+    """Kernels (inputs, outputs), those of attention by heads, and a first layer without a number."""
+    others = {}
+    for name, weight in changed(weights, {f"{LAYER}0": "decoder", LAYER: "decoder_"}).items():
+        if "attn" in name:
+            weight = weight.T.reshape(64, -1, 16) if "o_proj" not in name else weight.T.reshape(-1, 16, 64)
+        elif weight.ndim > 1 and "embed" not in name:
+            weight = weight.T
+        others[name.replace("embed_tokens.weight", "embeddings").replace(".", "/")] = weight
+    return others
+
+
+def with_a_huge_token(weights: dict) -> dict:
+    scale = torch.ones(300, 1)
+    scale[7] = 1000
+    return weights | {name: weights[name] * scale for name in TABLES}
+
+
+def tables_alone(change, weights: dict) -> dict:
+    return weights | {name: change(weights[name]) for name in TABLES}
+
+
+def each(change, weights: dict) -> dict:
+    return {name: change(weight) for name, weight in weights.items()}
 
 
 BY_PLACE = {TABLE: "position_and_token.tok.weight", HEAD: "to_logits.weight"}
-LAYOUTS = {  # the architecture, its layout, what is right, and are adapters told?
-    "A: position_and_token": (CONFIG, BY_PLACE, SURE, False),
-    "A: project": (CONFIG, {TABLE: "project.tok.weight", HEAD: "project.unembed.weight"}, SURE, False),
-    "A: nanotron": (CONFIG, as_nanotron, SURE, False),
-    "A: lone head": (CONFIG, BY_PLACE | {TABLE: ""}, HONEST, False),
-    "A: lone table": (CONFIG, {TABLE: "vocab.weight", HEAD: ""}, SURE, False),
-    "A: decoys": (TIED, beside_decoys, SURE, False),
-    "B: slashes": (replace(SQUARE, mlp="gelu"), slashed, SURE, False),
-    "E: loop": (CONFIG, partial(dict, **{"model.adapter.weight": drawn(7, 64, 128)}), SURE, False),
-    "E: prefix": (CONFIG, {"model.": "adapter.model.", HEAD: f"adapter.{HEAD}"}, SURE, False),
-    "E: table": (CONFIG, parametrized, SURE, True),
+SPLIT = {f"{LAYER}{layer}.self_attn.": f"model.attentions.{layer}." for layer in range(3)}
+SPLIT |= {f"{LAYER}{layer}.mlp.": f"model.ffns.{layer}." for layer in range(3)}
+UNDERSCORES = {LAYER: "layers_", ".self_attn.": "_attn_", ".mlp.": "_mlp_", "_proj.weight": "_proj_weight"}
+POSITIONS = {"pos_emb.weight": drawn(1, 400, 64)}
+UNNAMED = {TABLE: "tok_emb.weight", HEAD: "unembed.weight"}
+LAYOUTS = {  # the architecture, its layout, and what is right of whom
+    "sequential": (CONFIG, {LAYER: "sequential.", TABLE: "sequential.90.word_embeddings.weight"}, SURE),
+    "no name": (CONFIG, {LAYER: "transformer.", TABLE: "w"}, SURE),
+    "underscores": (CONFIG, UNDERSCORES, SURE),
+    "unit3": (CONFIG, {LAYER: "unit", TABLE: "embedder.weight"}, SURE),
+    "lists of attention and MLPs": (CONFIG, SPLIT, SURE),
+    "compiled, and parallel": (CONFIG, {"model.": "module._orig_mod.model."}, SURE),
+    "layers moved, no head": (CONFIG, {HEAD: "", "layers.0.": "layers.3."}, SURE),
+    "heads alone": (CONFIG, {TABLE: ""}, HONEST),
+    "position_and_token": (CONFIG, BY_PLACE, SURE),
+    "project": (CONFIG, {TABLE: "project.tok.weight", HEAD: "project.unembed.weight"}, SURE),
+    "a lone head": (CONFIG, BY_PLACE | {TABLE: ""}, HONEST),
+    "a lone table": (CONFIG, {TABLE: "vocab.weight", HEAD: ""}, SURE),
+    "TransformerLens": (PLAIN, as_transformer_lens, SURE),
+    "nn.Transformer": (replace(PLAIN, tie_embeddings=False), {"up": "linear1", "down": "linear2"}, SURE),
+    "pi0.5": (TIED, as_pi05, SURE),
+    "Keras": (CONFIG, as_keras, HONEST),
+    "a loop's adapter": (
+        CONFIG,
+        partial(with_tensors, {"model.adapter.weight": drawn(7, 64, 128)}, {}),
+        SURE,
+    ),
+    "a prefix": (CONFIG, {"model.": "adapter.model.", HEAD: f"adapter.{HEAD}"}, SURE),
+    "a table's adapters": (CONFIG, parametrized, SURE),
+    "a decoy": (CONFIG, partial(with_tensors, decoys("a.embed_tokens", 300), {}), SURE),
+    "a long decoy": (CONFIG, partial(with_tensors, decoys("a.lm_head", 2000), {}), SURE),
+    "a huge token": (CONFIG, with_a_huge_token, SURE),
+    "huge": (CONFIG, partial(each, lambda weight: 1e18 * weight), SURE),
+    "float64": (CONFIG, partial(each, torch.Tensor.double), SURE),
+    "few tokens": (
+        CONFIG,
+        partial(tables_alone, lambda table: table[:100]),
+        SURE | {"stranger": (INCONCLUSIVE,)},  # enough to find a child, but not to say that there is none
+    ),
 }
+for name in ("vision_bridge.weight", "text_projection", "classifier/kernel"):
+    beside = {name: drawn(3, 64, 24)} | POSITIONS
+    LAYOUTS[name] = (CONFIG, partial(with_tensors, beside, UNNAMED), SURE)
 
 
-@pytest.mark.parametrize("case", LAYOUTS)
-@pytest.mark.parametrize("who, base", [("guilty", "usual"), ("innocent", "alike")])
-def test_tables_heads_and_adapters(case, who, base):
-    config, change, right, is_told = LAYOUTS[case]
-    of_base = change if base == "alike" else {}
-    verdict, sentence = judged(changed(born(config, "base"), of_base), changed(born(config, who), change))
-    assert verdict in right[who], (verdict, sentence)
-    assert ("not looked at in B: adapters" in sentence) == is_told, sentence
+# ---- MLPs --------------------------------------------------------------------------------------------------
 
 
-def with_mlps(weights: dict, write, count: int) -> dict:
+def fused(weights: dict, turns=1, exchanged=False) -> dict:
+    others = changed(weights, {"gate_proj": "", "up_proj": ""})
+    for layer in range(3):
+        mlp = f"{LAYER}{layer}.mlp."
+        pair = [weights[f"{mlp}{view}_proj.weight"].view(turns, -1, 64) for view in ("gate", "up")]
+        if exchanged:
+            pair.reverse()
+        others[f"{mlp}gate_up_proj.weight"] = torch.cat(pair, 1).flatten(0, 1)
+    return others
+
+
+def experts_of(write, count: int, rest, weights: dict) -> dict:
     """Each layer's MLP cut into `count` experts (gate, up, down), which `write` stores, beside a router."""
     others = {name: weight for name, weight in weights.items() if ".mlp." not in name}
     for layer in range(3):
-        start = f"model.layers.{layer}.mlp."
+        start = f"{LAYER}{layer}.mlp."
         gate, up, down = (weights[f"{start}{view}_proj.weight"] for view in ("gate", "up", "down"))
         experts = zip(gate.chunk(count), up.chunk(count), down.chunk(count, dim=1))
         others |= {start + name: weight.contiguous() for name, weight in write([*experts]).items()}
         if count > 1:
             others[f"{start}router.weight"] = drawn(layer, count, 64)
-    return others
+    return changed(others, rest)
 
 
 def as_flax(weights: dict) -> dict:
     """Kernels (inputs, outputs), but for the MLP's, which are stored already."""
     names = {TABLE: "token_embedder.embedding", HEAD: "decoder.logits_dense.kernel"}
-    names |= {"model.layers.": "decoder.layers_", "norm.weight": "norm.scale", "weight": "kernel", ".": "/"}
+    names |= {LAYER: "decoder.layers_", "norm.weight": "norm.scale", "weight": "kernel", ".": "/"}
     turned = {n: w.T for n, w in weights.items() if n == HEAD or "_proj." in n or "router" in n}
     return changed(weights | turned, names)
 
@@ -138,6 +184,7 @@ def grouped_linears(experts: list) -> dict:
 
 
 def side_by_side(experts: list) -> dict:
+    """(d, E 2m) and (E m, d)."""
     first = [torch.cat([gate, up]).T for gate, up, _ in experts]
     second = [down.T for *_, down in experts]
     return {"experts.weight1": torch.cat(first, dim=1), "experts.weight2": torch.cat(second)}
@@ -155,55 +202,145 @@ def as_xformers(experts: list) -> dict:
 
 
 SHORT = {"self_attn.": "sa.", "q_proj": "wq", "k_proj": "wk", "v_proj": "wv", "o_proj": "wo"}
-MLPS = {  # how are MLPs stored? The architecture, how many experts, and all the rest
-    "B: kernels": (SQUARE, 1, kernels, as_flax, SURE),
-    "B: kernels beside oblong attention": (replace(CONFIG, d_ff=64), 1, kernels, as_flax, SURE),
-    "B: kernels of experts": (replace(SQUARE, d_ff=256), 4, kernels, as_flax, SURE),
-    "B: w3 writes, and attention's wo": (CONFIG, 1, as_xformers, SHORT, SURE),
-    "B: beside square wq, wk, wv, wo": (replace(CONFIG, num_kv_heads=4), 1, as_xformers, SHORT, SURE),
-    "D: numbers last": (CONFIG, 4, numbers_last, {}, SURE),
-    "D: grouped linears": (CONFIG, 4, grouped_linears, {}, SURE),  # as Transformer Engine's
-    "D: side by side": (CONFIG, 4, side_by_side, {}, HONEST),  # (d, E 2m) and (E m, d)
-    "D: Megatron": (CONFIG, 4, as_megatron, {}, HONEST),
+DBRX = {"mlp.gate_proj.weight": "ffn.experts.mlp.w1", "mlp.up_proj.weight": "ffn.experts.mlp.v1"}
+DBRX |= {"mlp.down_proj.weight": "ffn.experts.mlp.w2", "post_attention_layernorm": "norm_attn_norm.norm_2"}
+EXCHANGED = partial(fused, turns=96, exchanged=True)
+WIDE = replace(CONFIG, num_kv_heads=4)
+LAYOUTS |= {
+    "p, q, r": (CONFIG, {"gate_proj": "p", "up_proj": "r", "down_proj": "q"}, SURE),
+    "gate after up": (CONFIG, {"gate_proj": "r", "up_proj": "p", "down_proj": "q"}, SURE),
+    "DBRX": (CONFIG, DBRX, SURE),
+    "halves": (CONFIG, fused, SURE),
+    "in turn, exchanged": (CONFIG, EXCHANGED, SURE),
+    "kernels": (SQUARE, partial(experts_of, kernels, 1, as_flax), SURE),
+    "kernels by oblong ones": (replace(CONFIG, d_ff=64), partial(experts_of, kernels, 1, as_flax), SURE),
+    "kernels of experts": (replace(SQUARE, d_ff=256), partial(experts_of, kernels, 4, as_flax), SURE),
+    "w3 writes, and attention's wo": (CONFIG, partial(experts_of, as_xformers, 1, SHORT), SURE),
+    "beside square wq, wk, wv, wo": (WIDE, partial(experts_of, as_xformers, 1, SHORT), SURE),
+    "numbers last": (CONFIG, partial(experts_of, numbers_last, 4, {}), SURE),
+    "grouped linears": (CONFIG, partial(experts_of, grouped_linears, 4, {}), SURE),
+    "side by side": (CONFIG, partial(experts_of, side_by_side, 4, {}), HONEST),
+    "Megatron": (CONFIG, partial(experts_of, as_megatron, 4, {}), HONEST),
 }
 
 
-@TWINS
-@pytest.mark.parametrize("case", MLPS)
-def test_how_mlps_are_stored(case, who):
-    config, count, write, rest, right = MLPS[case]
-    models = [with_mlps(born(config, kind, count), write, count) for kind in ("base", who)]
-    verdict, sentence = judged(*[changed(weights, rest) for weights in models])
-    assert verdict in right[who], (verdict, sentence)
+@pytest.mark.parametrize("case", LAYOUTS)
+def test_children_are_found_and_strangers_are_not(case):
+    config, change, right = LAYOUTS[case]
+    usual = born(config, "base")
+    alike = changed(usual, change)
+    for base, who in ((usual, "turned"), (alike, "turned"), (alike, "noised"), (alike, "stranger")):
+        verdict, sentence = judged(base, changed(born(config, who), change))
+        assert verdict in right[who], (who, base is alike, sentence)
+        assert ("not looked at in B: adapters" in sentence) == (case == "a table's adapters"), sentence
 
 
-@TWINS
-def test_packed_experts(who, tmp_path):
+# ---- files whose layout does not tell ----------------------------------------------------------------------
+
+
+def alike(weights: dict) -> dict:
+    return {name: weights[name.replace("up_proj", "gate_proj")] for name in weights}
+
+
+def dead(weights: dict) -> dict:
+    return {name: 0 * weight if ".mlp." in name else weight for name, weight in weights.items()}
+
+
+UNKNOWN = {  # what was done to both, and what the sentence says is missing
+    "views alike": (alike, "chance finds as many as a copy would"),
+    "dead units": (dead, "no layer has 16 neurons that live"),
+    "many decoys": (
+        partial(with_tensors, decoys("a.embed_tokens", 300, 30), {}),
+        "no single embedding matrix found in B",
+    ),
+    "MLPs called attention": ({"mlp.": "self_attn."}, "no MLPs found in A"),
+    "a narrow table": (  # as OPT-350m's, which is projected to the width of the stream
+        partial(tables_alone, lambda table: table[:, :32]),
+        "no single embedding matrix found in A",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNKNOWN)
+def test_what_was_not_looked_for_is_no_evidence_of_nothing(case):
+    change, said = UNKNOWN[case]
+    base = changed(weights_of(BASE), change)
+    for source in (CHILD, STRANGER):
+        answer, sentence = judged(base, changed(weights_of(source), change))
+        if case == "views alike" and source is CHILD:
+            assert answer == SAME_BIRTH
+        else:
+            assert answer == INCONCLUSIVE and said in sentence, sentence
+
+
+@pytest.mark.parametrize("source, verdict", [(CHILD, SAME_BIRTH), (STRANGER, INCONCLUSIVE)])
+def test_packed_experts(source, verdict, tmp_path):
     """As compressed-tensors has them, beside readable MLPs; a file with no others is refused."""
-    suspect = born(CONFIG, who)
+    suspect = weights_of(source)
     packed = {}
     for layer in range(3):
         for view in ("gate", "up", "down"):
-            start = f"model.layers.{layer}.mlp.experts.0.{view}_proj.weight_"
+            start = f"{LAYER}{layer}.mlp.experts.0.{view}_proj.weight_"
             packed |= {f"{start}packed": torch.ones(64, 24).int(), f"{start}scale": torch.ones(64, 2)}
-    base = folder_with(tmp_path / "base", born(CONFIG, "base"))
-    verdict, sentence = judged_sources(base, folder_with(tmp_path / "a", suspect | packed))
-    assert verdict == (SAME_BIRTH if who == "guilty" else INCONCLUSIVE), sentence
-    assert "not looked at in B: packed weights (" in sentence
+    answer, sentence = judged(BASE, folder_with(tmp_path / "a", suspect | packed))
+    assert answer == verdict and "not looked at in B: packed weights (" in sentence, sentence
     without = {name: weight for name, weight in suspect.items() if ".mlp." not in name}
     with pytest.raises(UserError, match="packed numbers"):
-        judged_sources(base, folder_with(tmp_path / "b", without | packed))
+        judged(BASE, folder_with(tmp_path / "b", without | packed))
 
 
-SECOND = {  # a second model in the file, with a head: which one, and must it be kin, too?
-    "teacher": (TIED, replace(CONFIG, num_layers=5), True),
-    "action expert": (TIED, replace(CONFIG, num_layers=4, d_model=96), True),
-    "small": (TIED, replace(CONFIG, num_layers=2, d_model=16, d_ff=32), False),
-    "draft": (CONFIG, replace(CONFIG, num_layers=1), False),  # as EAGLE's, with a copy of the table
+def pruned_each(weights: dict) -> dict:
+    others = dict(weights)
+    for layer in range(3):
+        for view in ("gate", "up", "down"):
+            name = f"{LAYER}{layer}.mlp.{view}_proj.weight"
+            units = torch.arange(96 - 8 * layer)
+            others[name] = weights[name].index_select(int(view == "down"), units)
+    return others
+
+
+def with_a_score(weights: dict) -> dict:
+    return changed(weights, {HEAD: ""}) | {"score.weight": torch.ones(1, 64)}
+
+
+CONTRADICTED = {  # what config.json says otherwise than the weights have it, and what was done to these
+    "a head though tied": ({"tie_word_embeddings": True}, {}),
+    "a stale vocabulary": ({}, partial(tables_alone, lambda table: torch.cat([table, drawn(0, 20, 64)]))),
+    "layers of several widths": ({}, pruned_each),
+    "biases": ({}, partial(with_tensors, {f"{LAYER}1.self_attn.o_proj.bias": torch.ones(64)}, {})),
+    "no gains": ({}, {"norm.weight": "", "layernorm.weight": ""}),
+    "a score in place of the head": ({}, with_a_score),
 }
 
 
-@TWINS
+@pytest.mark.parametrize("case", CONTRADICTED)
+def test_a_config_that_contradicts_the_weights(case, tmp_path, capsys):
+    """By their weights alone children are found, and a stranger is not; none is run."""
+    said, change = CONTRADICTED[case]
+    raw = checkpoint.config_json(CONFIG) | said
+    del raw[checkpoint.OURS]
+    for who, verdict in RIGHT.items():
+        suspect = folder_with(tmp_path / who, changed(born(CONFIG, who), change), raw)
+        assert suspect.config is None and "it is read by its weights alone" in capsys.readouterr().err
+        answer, sentence = judged(BASE, suspect)
+        assert answer == verdict and ("3 of the 3 layers" in sentence) == (who != "stranger"), sentence
+    with pytest.raises(UserError, match="is unknown or missing"):
+        checkpoint.parse_spec(str(tmp_path / "turned")).load_own()
+
+
+# ---- two models in a file ----------------------------------------------------------------------------------
+
+
+def test_beside_a_stranger():
+    """Nothing tells which of the two is the model."""
+    both = weights_of(STRANGER) | changed(weights_of(CHILD), {"model.": "a.", HEAD: "a.head"})
+    answer, sentence = judged(BASE, both)
+    assert answer == INCONCLUSIVE, sentence
+    for part, said in (("a", SAME_BIRTH), ("model", NO_EVIDENCE)):
+        assert f"`{part}.layers.*` and the base's `model.layers.*`: {said}" in sentence, sentence
+
+
+@pytest.mark.parametrize("who", ["turned", "stranger"])
 def test_a_student_that_cannot_be_read_beside_a_public_teacher(who):
     """Its table is stored (d, V): it may be anybody's."""
     teacher = weights_of(noised(Newborn(replace(CONFIG, num_layers=4), 7), 0))
@@ -217,8 +354,8 @@ def test_a_student_that_cannot_be_read_beside_a_public_teacher(who):
 
 
 def test_one_layer_in_common_beside_a_stranger_is_doubtful():
-    base, suspect = (changed(born(CONFIG, who), {}) for who in ("base", "innocent"))
-    student = changed(born(CONFIG, "innocent"), {TABLE: f"student.{TABLE}", "model.layers": "student.layers"})
+    base, suspect = born(CONFIG, "base"), born(CONFIG, "stranger")
+    student = changed(suspect, {TABLE: f"student.{TABLE}", "model.layers": "student.layers"})
     for name in student:
         if ".layers.1." in name:
             student[name] = base[name.replace("student", "model")]
@@ -226,19 +363,35 @@ def test_one_layer_in_common_beside_a_stranger_is_doubtful():
     assert verdict == INCONCLUSIVE and "but no other layer's" in sentence, sentence
 
 
-@TWINS
+SECOND = {  # a second model in the file, with a head: which one, and must it be kin, too?
+    "teacher": (TIED, replace(CONFIG, num_layers=5), True),
+    "action expert": (TIED, replace(CONFIG, num_layers=4, d_model=96), True),
+    "small": (TIED, replace(CONFIG, num_layers=2, d_model=16, d_ff=32), False),
+    "draft": (CONFIG, replace(CONFIG, num_layers=1), False),  # as EAGLE's, with a copy of the table
+}
+
+
 @pytest.mark.parametrize("is_shared", [True, False])
 @pytest.mark.parametrize("case", SECOND)
-def test_a_second_model(case, who, is_shared):
+def test_a_second_model(case, is_shared):
     config, second, counts = SECOND[case]
-    files = [born(config, "base"), born(config, who)]
-    for weights, seed in zip(files, (7, 7 if is_shared else 8)):
-        other = weights_of(noised(Newborn(second, seed), 0))
-        if case == "draft":
-            other |= {TABLE: weights[TABLE], HEAD: other[HEAD][:400]}
-        weights |= {f"{case}.{name}": weight for name, weight in other.items()}
-    verdict, sentence = judged(*files)
-    expected = SAME_BIRTH if who == "guilty" else NO_EVIDENCE
-    differ = counts and is_shared != (who == "guilty")
-    assert verdict == (INCONCLUSIVE if differ else expected), sentence
-    assert ("its parts differ" in sentence) == differ and (f"; its `{case}." in sentence) != counts, sentence
+    for who in ("turned", "stranger"):
+        files = []
+        for weights, seed in ((born(config, "base"), 7), (born(config, who), 7 if is_shared else 8)):
+            other = weights_of(noised(Newborn(second, seed), 0))
+            if case == "draft":
+                other |= {TABLE: weights[TABLE], HEAD: other[HEAD][:200]}
+            files.append(weights | {f"{case}.{name}": weight for name, weight in other.items()})
+        verdict, sentence = judged(*files)
+        differ = counts and is_shared != (who == "turned")
+        assert verdict == (INCONCLUSIVE if differ else RIGHT[who]), sentence
+        assert ("its parts differ" in sentence) == differ, sentence
+        assert (f"; its `{case}." in sentence) != counts, sentence
+
+
+def test_two_copies_of_a_model_in_a_file():
+    for who in ("noised", "stranger"):
+        copies = [
+            {f"{part}.{name}": w for name, w in born(CONFIG, who).items()} for part in ("ema", "online")
+        ]
+        assert judged(BASE, copies[0] | copies[1])[0] == RIGHT[who]

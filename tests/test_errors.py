@@ -17,7 +17,6 @@ SHOWS = {"own embedding": False, "shared embedding": True, "gaussian": True}  # 
 
 @pytest.fixture(autouse=True)
 def small_preset(monkeypatch):
-    """A preset of tiny_llama's name whose newborns take milliseconds."""
     monkeypatch.setitem(PRESETS, "tiny_llama", SMALL)
 
 

@@ -2,14 +2,13 @@
 
 import itertools
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import scipy.stats
 import torch
 from conftest import KINDS
-from test_verdict import judged, row_by_both
+from kin import judged, row_by_both
 
 from lineage import evidence
 from lineage.judge import ALIKE_R, INCONCLUSIVE, NO_EVIDENCE, SAME_BIRTH
@@ -23,7 +22,6 @@ BASE = Newborn(CONFIG, 1)
 
 
 def find(source) -> Stack:
-    """The stack of a checkpoint."""
     return find_stacks(source)[0]
 
 
@@ -59,17 +57,6 @@ def test_agreement_is_that_of_all_permutations():
     assert joint["log10_p"] == pytest.approx(np.log10(10 * scipy.stats.norm.sf(joint["z"])))
 
 
-@pytest.mark.parametrize("shape", [(5, 8), (40, 8), (64, 8), (65, 8), (500, 8), (2, 40, 8), (30, 5, 8)])
-def test_a_look_reads_the_beginning_the_end_and_no_more(shape):
-    """Of a matrix, or of its first and its last expert; the diagonal without its mean, which is 0 here."""
-    weight = torch.randn(shape)
-    experts = weight.view(-1, *shape[-2:])
-    experts[:, torch.arange(shape[-2]), torch.arange(shape[-2]) % 8] = 0.0
-    rows = evidence.rows_looked_at(SimpleNamespace(source=as_source({"x": weight}, None)), "x", shape)
-    assert len(rows) <= 64 and torch.equal(rows[0], experts[0, 0]) and torch.equal(rows[-1], experts[-1, -1])
-    assert all((row == weight.view(-1, 8)).all(dim=1).any() for row in rows)
-
-
 def test_a_look_tells_children_from_strangers():
     """In each layer; copied attention beside other MLPs is no layer of the base's, and a table tells none."""
     weights, other = weights_of(BASE), weights_of(Newborn(CONFIG, 2))
@@ -98,10 +85,8 @@ SQUARE = replace(CONFIG, num_kv_heads=4, vocab_size=300)
 
 
 def born(seed: int, change) -> dict:
-    """A newborn whose matrices of attention are square, by name and weight."""
-    return {
-        name: change(name, weight) for name, weight in weights_of(noised(Newborn(SQUARE, seed), 0)).items()
-    }
+    weights = weights_of(noised(Newborn(SQUARE, seed), 0))
+    return {name: change(name, weight) for name, weight in weights.items()}
 
 
 def near_identity(name: str, weight):
@@ -128,23 +113,16 @@ def test_what_every_birth_has_is_no_kinship(change):
     assert judged(stranger, trained)[0] == NO_EVIDENCE
 
 
-def test_numbers_of_a_sentence_are_of_one_test():
-    """Of one layer, where it says most; and of all together."""
-    stranger = weights_of(Newborn(CONFIG, 2))
+def test_numbers_of_a_row_are_of_one_test():
     layer = {name: w for name, w in weights_of(noised(BASE, 2.0)).items() if "layers.1." in name}
-    for weights, verdict in ((stranger | layer, INCONCLUSIVE), (weights_of(noised(BASE, 2.0)), SAME_BIRTH)):
-        row = row_by_both(BASE, as_source(weights, CONFIG))
-        numbers = f"r = {row['body_r']:.2g}, z = {row['body_z']:.1f}, log10 p = {row['body_log10_p']:.1f}"
+    one_layer = weights_of(Newborn(CONFIG, 2)) | layer
+    for weights, verdict in ((one_layer, INCONCLUSIVE), (weights_of(noised(BASE, 2.0)), SAME_BIRTH)):
+        suspect = as_source(weights, CONFIG)
+        row = row_by_both(BASE, suspect)
         assert row["verdict"] == verdict, row["sentence"]
-        layers, _ = evidence.look(find(BASE), find(as_source(weights, CONFIG)))
-        body = layers["body"]
-        assert (row["body_r"], row["body_z"], row["body_log10_p"]) == (
-            body["matched"],
-            body["z"],
-            body["log10_p"],
-        )
-        log10_p = scipy.stats.norm.logsf(body["z"]) / np.log(10) + np.log10(
-            4
-        )  # three layers, and all together
+        body = evidence.look(find(BASE), find(suspect))[0]["body"]
+        for key in ("r", "z", "log10_p"):
+            assert row[f"body_{key}"] == body[{"r": "matched"}.get(key, key)]
+        searches = 4  # three layers, and all together
+        log10_p = scipy.stats.norm.logsf(body["z"]) / np.log(10) + np.log10(searches)
         assert body["log10_p"] == pytest.approx(log10_p) and body["matched"] > 0.1
-        assert "coordinates" not in row["sentence"] or numbers in row["sentence"], row["sentence"]

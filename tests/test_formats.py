@@ -22,7 +22,6 @@ from strangers import formats
 
 @pytest.fixture
 def folder(tmp_path):
-    """A folder of ours, `a`."""
     checkpoint.save(tmp_path / "a", random_model(KINDS["llama"]))
     return tmp_path / "a"
 
@@ -50,7 +49,6 @@ def test_weights_do_not_hang_on_how_they_are_stored(suffix, is_sharded, folder):
 
 
 def test_a_single_file_in_place_of_its_folder(folder):
-    """With config.json beside it, and without: then either is compared by its weights alone."""
     file = folder / "model.safetensors"
     assert formats.open_checkpoint(file).config.d_model == 32
     (folder / "config.json").unlink()
@@ -61,12 +59,10 @@ def test_a_single_file_in_place_of_its_folder(folder):
             formats.open_checkpoint(place)
 
 
-# ---- hostile files -----------------------------------------------------------------------------------------
+# ---- hostile files, and what is there instead of weights ---------------------------------------------------
 
 
 class Command:
-    """What a pickle may do when it is opened."""
-
     def __init__(self, path: Path):
         self.proof = path.with_name("proof")
 
@@ -79,23 +75,30 @@ def cut(path: Path, save=torch.save) -> None:
     path.write_bytes(path.read_bytes()[:5000])
 
 
-HOSTILE = {
-    "a command": lambda path: torch.save({"a": torch.ones(3), "x": Command(path)}, path),
-    "a list": lambda path: torch.save([torch.ones(3)], path),
-    "a pipe": os.mkfifo,
-    "a bare pickle": lambda path: path.write_bytes(pickle.dumps(Command(path))),
-    "cut": cut,
-    "cut safetensors": lambda path: cut(path, safetensors.torch.save_file),
-    "of torch before 1.6": lambda path: torch.save({}, path, _use_new_zipfile_serialization=False),
-    "a web page": lambda path: path.write_text("<!doctype html><html>"),
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345678\n"
+HOSTILE = {  # a name: who writes the file
+    "a_command.bin": lambda path: torch.save({"a": torch.ones(3), "x": Command(path)}, path),
+    "a_list.bin": lambda path: torch.save([torch.ones(3)], path),
+    "a_pipe.bin": os.mkfifo,
+    "a_bare_pickle.bin": lambda path: path.write_bytes(pickle.dumps(Command(path))),
+    "cut.bin": cut,
+    "cut.safetensors": lambda path: cut(path, safetensors.torch.save_file),
+    "of_torch_before_1.6.bin": lambda path: torch.save({}, path, _use_new_zipfile_serialization=False),
+    "a_web_page.bin": lambda path: path.write_text("<!doctype html><html>"),
+    "another_format.npz": lambda path: path.write_bytes(b"PK" + bytes(99)),
+    "another_format.onnx": lambda path: path.write_bytes(bytes(99)),
+    "git_lfs.safetensors": lambda path: path.write_bytes(POINTER),
+    "git_lfs.gguf": lambda path: path.write_bytes(POINTER),
+    "a_header_without_end": lambda path: path.write_bytes((2**63).to_bytes(8, "little") + b'{"'),
+    "no_weights": Path.mkdir,
 }
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_files_are_refused_and_nothing_runs(name, tmp_path):
-    HOSTILE[name](tmp_path / "x.bin")
-    with pytest.raises(UserError, match="x.bin"):
-        formats.open_tensors([tmp_path / "x.bin"])
+    HOSTILE[name](tmp_path / name)
+    with pytest.raises(UserError, match="git lfs pull" if "lfs" in name else name):
+        formats.open_checkpoint(tmp_path / name, True)
     assert not (tmp_path / "proof").exists()
 
 
@@ -143,70 +146,52 @@ def test_integers_that_are_no_weights(folder):
     assert formats.open_checkpoint(folder).config is not None
 
 
-def in_fp8(weight, kind):
-    """A matrix in FP8, its scales as several libraries keep them, and what torch makes of the two."""
-    rows, columns = {"block": (13, 17), "row": (1, 999), "number": (999, 999)}[kind]
-    packed = torch.empty(weight.shape, dtype=torch.float8_e4m3fn)
-    expected = torch.empty(weight.shape)
-    scales = []
-    for i in range(0, weight.shape[0], rows):
-        for j in range(0, weight.shape[1], columns):
-            block = (slice(i, i + rows), slice(j, j + columns))
-            scale = weight[block].abs().max() / 448
-            packed[block] = (weight[block] / scale).to(torch.float8_e4m3fn)
-            expected[block] = packed[block].float() * scale
-            scales.append(scale)
-    shape = (-(-weight.shape[0] // rows), -(-weight.shape[1] // columns))
-    return packed, torch.stack(scales).view(shape), expected
+def spread(scale, sizes, shape):
+    for axis, (n, size) in enumerate(zip(shape, sizes)):
+        scale = scale.repeat_interleave(size, axis).narrow(axis, 0, n)
+    return scale
 
 
-FP8_FOLDERS = [  # how scales are kept, their name, and what config.json says
-    ("block", "weight_scale_inv", {"quant_method": "fp8", "weight_block_size": [13, 17]}),  # DeepSeek, Qwen
-    ("row", "weight_scale", {"quant_method": "compressed-tensors"}),
-    ("number", "weight_scale", {"quant_method": "modelopt"}),
-]
+SCALES = {  # of which shape, for how many numbers along each axis; and the block size that config.json says
+    "blocks": ((4, 2), (13, 17), [13, 17]),  # DeepSeek, Qwen; the last ones are short
+    "blocks of 128": ((3, 1, 1), (1, 128, 128), None),
+    "rows": ((48, 1), (1, 999), None),
+    "a number": ((1, 1), (999, 999), None),
+}
+MLP_MATRIX = "model.layers.0.mlp.up_proj.weight"
 
 
-@pytest.mark.parametrize("kind, scale_name, said", FP8_FOLDERS)
-def test_fp8_is_read_with_its_scales(kind, scale_name, said, folder):
-    """For scripts that run a model, and for those that compare; scales are no weights."""
-    tensors = safetensors.torch.load_file(folder / "model.safetensors")
-    stored, expected = dict(tensors), dict(tensors)
-    for name in tensors:
-        if "_proj" in name:
-            stored[name], scale, expected[name] = in_fp8(tensors[name], kind)
-            module = name.removesuffix("weight")
-            stored[f"{module}input_scale"] = torch.ones(())
-            stored["model.layers.0.self_attn.k_scale"] = torch.ones(1)
-            stored[module + scale_name] = scale[:, 0] if kind == "row" and "q_proj" in name else scale
-            if kind == "number":
-                stored[module + scale_name] = scale.view(()) if "k_proj" in name else scale.view(1)
-    config = read_json(folder / "config.json") | {"quantization_config": said}
-    (folder / "config.json").write_text(json.dumps(config))
-    safetensors.torch.save_file(stored, folder / "model.safetensors")
-    for source in (formats.open_checkpoint(folder, True), formats.open_checkpoint(folder)):
-        assert source.config is not None and source.shapes.keys() == tensors.keys()
-        for name in tensors:
-            assert torch.equal(source.read(name), expected[name]), name
-
-
-def test_scales_that_are_exponents(folder):
-    """255 of which is NaN; a marker is no weight. The last block is short."""
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize("scale_name", ["scale", "scale_inv"])
+def test_fp8_is_read_with_its_scales(kind, scale_name, folder):
+    """For scripts that run a model, and for those that compare; scales and marks are no weights."""
+    count, sizes, block_size = SCALES[kind]
     path = folder / "model.safetensors"
     tensors = safetensors.torch.load_file(path)
-    (folder / "config.json").write_text('{"quantization_config": {"weight_block_size": [1, 32]}}')
-    packed = torch.randn(97, 80).to(torch.float8_e4m3fn)
-    codes = torch.randint(120, 135, (97, 3), dtype=torch.uint8)
-    expected = packed.float() * 2.0 ** (codes.float() - 127).repeat_interleave(32, 1)[:, :80]
-    stored = tensors | {"x.weight": packed, "x.scaled_fp8": torch.empty(0, dtype=torch.float8_e4m3fn)}
-    for scale in (codes, codes.view(torch.float8_e8m0fnu)):
-        safetensors.torch.save_file(stored | {"x.weight_scale": scale}, path)
-        source = formats.open_checkpoint(folder, True)
-        assert source.shapes.keys() == {*tensors, "x.weight"} and source.is_scaled
-        assert torch.equal(source.read("x.weight"), expected)
-    safetensors.torch.save_file(stored | {"x.weight_scale": torch.full_like(codes, 255)}, path)
-    with pytest.raises(UserError, match="not finite"):
-        formats.open_checkpoint(folder, True).read("x.weight")
+    packed = torch.randn((3, 48, 32) if len(count) == 3 else (48, 32)).to(torch.float8_e4m3fn)
+    codes = torch.randint(120, 135, count, dtype=torch.uint8)
+    scale = 2.0 ** (codes.float() - 127)
+    tensors[MLP_MATRIX] = packed.float() * spread(scale, sizes, packed.shape)
+    stored = tensors | {MLP_MATRIX: packed, "x.scaled_fp8": torch.empty(0, dtype=torch.float8_e4m3fn)}
+    stored |= {"model.layers.0.self_attn.k_scale": torch.ones(1), "x.input_scale": torch.ones(())}
+    said = {"quantization_config": {"weight_block_size": block_size}}
+    (folder / "config.json").write_text(json.dumps(read_json(folder / "config.json") | said))
+    forms = [scale, codes, codes.view(torch.float8_e8m0fnu)]  # numbers, or exponents
+    forms += [scale[:, 0]] if kind == "rows" else []
+    forms += [scale.view(()), scale.view(1)] if kind == "a number" else []
+    for form in forms:
+        safetensors.torch.save_file(stored | {f"{MLP_MATRIX}_{scale_name}": form}, path)
+        sources = [formats.open_checkpoint(folder, True)]
+        if packed.ndim == 2:
+            sources.append(formats.open_checkpoint(folder))
+        for source in sources:
+            assert source.shapes.keys() == tensors.keys() and source.is_scaled
+            for name in tensors:
+                assert torch.equal(source.read(name), tensors[name]), name
+    for wrong in (torch.full_like(codes, 255), torch.ones(3, 7, 2), torch.ones(3, 0, 2)):  # 255 is NaN
+        safetensors.torch.save_file(stored | {f"{MLP_MATRIX}_{scale_name}": wrong}, path)
+        with pytest.raises(UserError, match=MLP_MATRIX):
+            formats.open_checkpoint(folder, True).read(MLP_MATRIX)
 
 
 @pytest.mark.parametrize("name", ["", "scale", "scale_weight"])
@@ -218,28 +203,12 @@ def test_fp8_without_scales_that_are_known(name, folder):
     assert not source.is_scaled and torch.equal(source.read("x.weight"), stored["x.weight"].float())
 
 
-def test_scales_of_experts_and_scales_that_do_not_fit(tmp_path):
-    weight = torch.randn(3, 256, 200)  # of three experts, in blocks of 128 where nothing tells their size
-    scale = torch.rand(3, 2, 2)
-    kept = {"a.experts.up_proj": weight.to(torch.float8_e4m3fn), "a.experts.up_proj_scale_inv": scale}
-    safetensors.torch.save_file(kept, tmp_path / "x")
-    scales = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)[:, :, :200]
-    exact = kept["a.experts.up_proj"].float() * scales
-    assert torch.equal(formats.open_checkpoint(tmp_path / "x", True).read("a.experts.up_proj"), exact)
-    for shape in ((3, 7, 2), (3, 0, 2), (1, 3, 2, 2)):
-        kept["a.experts.up_proj_scale_inv"] = torch.ones(shape)
-        safetensors.torch.save_file(kept, tmp_path / "x")
-        with pytest.raises(UserError, match="x: a.experts.up_proj"):
-            formats.open_checkpoint(tmp_path / "x", True).read("a.experts.up_proj")
-
-
 PARTS = [(), (slice(3, 7),), (2,), (1, slice(5, 9)), (slice(0, 2), 4), (slice(4, 4),)]
 PARTS += [(torch.tensor([7, 0, 7, 3]),), (torch.tensor([4, 5]), 2), (torch.tensor([], dtype=torch.int64),)]
 
 
 @pytest.mark.parametrize("save", [safetensors.torch.save_file, torch.save])
 def test_a_part_is_that_of_the_whole(save, tmp_path):
-    """Of matrices, experts, and FP8 with scales of rows and of blocks, to the bit; as torch has them."""
     tensors = {"a.weight": torch.randn(9, 12), "experts": torch.randn(9, 12, 6)}
     tensors |= {"8.weight": torch.randn(9, 12).to(torch.float8_e4m3fn), "8.weight_scale": torch.rand(9)}
     tensors |= {"b.weight": torch.randn(9, 12, 200).to(torch.float8_e4m3fn)}
@@ -271,12 +240,10 @@ HEADERS = {  # of a file of 32 bytes of numbers
     "outside": {"a": F32 | {"shape": [4, 4], "data_offsets": [0, 64]}},
     "before": {"a": F32 | {"shape": [3, 4], "data_offsets": [-16, 32]}},
     "negative": {"a": F32 | {"shape": [-2, -4], "data_offsets": [0, 32]}},
-    "no whole number": {"a": F32 | {"shape": [2.0, 4], "data_offsets": [0, 32]}},
     "a wrong size": {"a": F32 | {"shape": [3, 3], "data_offsets": [0, 32]}},
     "backwards": {"a": F32 | {"dtype": "I32", "data_offsets": [32, 0]}},
     "nonsense": {"a": [F32]},
     "a list": [F32],
-    "no offsets": {"a": {"dtype": "F32", "shape": [8]}},
 }
 
 
@@ -291,24 +258,9 @@ def test_headers_that_safetensors_refuses(name, tmp_path):
         formats.open_checkpoint(path, True)
 
 
-def test_a_header_without_end(tmp_path):
-    path = tmp_path / "x.safetensors"
-    for size in (2**25 + 1, 2**63):
-        path.write_bytes(size.to_bytes(8, "little") + b'{"')
-        with pytest.raises(UserError, match="its header has"):
-            formats.open_checkpoint(path, True)
-
-
-def write_parts(folder, **files):
-    """Files of torch.save by name, each of tensors by name."""
-    for name, tensors in files.items():
-        torch.save(tensors, folder / f"{name}.pt")
-
-
 A, B, V, W = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4), torch.randn(4)
 SIBLINGS = [  # files beside each other, and whether the first is then a part
     ({"rank_0": {"a": A, "v": V}, "rank_1": {"a": B, "v": V}}, True),
-    ({"tp_rank_00": {"a": A}, "tp_rank_01": {"a": B}}, True),
     ({"stage1": {"h.0": A, "h.0.norm": V}, "stage2": {"h.1": B, "h.1.norm": W}}, True),  # nothing in common
     ({"ep2_rank1": {"a": A, "v": V}, "ep1_rank1": {"a": B, "v": W}, "ep2_rank0": {"a": B, "v": V}}, True),
     ({"rank_0": {"a": A}, "rank_1": Path("of no checkpoint")}, True),
@@ -324,7 +276,8 @@ SIBLINGS = [  # files beside each other, and whether the first is then a part
 
 @pytest.mark.parametrize("files, is_part", SIBLINGS)
 def test_a_file_beside_the_other_parts_of_a_model(files, is_part, tmp_path):
-    write_parts(tmp_path, **files)
+    for name, tensors in files.items():
+        torch.save(tensors, tmp_path / f"{name}.pt")
     source = formats.open_checkpoint(tmp_path / f"{next(iter(files))}.pt", True)
     assert bool(source.told["parts"]) == is_part
     assert not is_part or source.told["parts"].endswith(" holds other parts of it")
@@ -351,9 +304,7 @@ CONFIGS = [  # what config.json says, and how many layers and tokens are told; f
     ({"num_hidden_layers": 3, "vocab_size": 97}, 3, 97),
     ({"n_layer": 12, "text_config": {"num_layers": 7, "vocab_size": 8}}, 12, 8),
     ({"text_config": {"n_layers": 7}}, 7, 5),
-    ({"num_hidden_layers": "3", "n_layer": -3, "n_layers": [3], "num_layers": 4}, 4, 5),
-    ({"num_hidden_layers": True, "vocab_size": 9.0, "text_config": [1]}, None, 5),
-    ({"num_hidden_layers": {"a": 1}, "vocab_size": 0, "text_config": "x"}, None, 5),
+    ({"num_hidden_layers": True, "vocab_size": 0, "text_config": [1]}, None, 5),
     (None, None, 5),
 ]
 
@@ -370,7 +321,6 @@ def test_what_is_told_beside_the_weights(config, layers, tokens, folder):
 
 
 def test_what_an_optimizer_keeps_is_no_weight(tmp_path):
-    """Under numbers, and under names of parameters, as FSDP's."""
     moments = {"exp_avg": torch.ones(9, 4), "exp_avg_sq": torch.ones(9, 4), "step": torch.ones(())}
     states = {"0": moments, "model.layers.0.mlp.weight": moments, "model.layers.1.mlp.weight": moments}
     torch.save({"state": states, "param_groups": []}, tmp_path / "x")
@@ -380,43 +330,10 @@ def test_what_an_optimizer_keeps_is_no_weight(tmp_path):
     assert formats.open_checkpoint(tmp_path / "y", True).shapes == {}
 
 
-def test_a_config_that_contradicts_the_weights_is_refused_where_it_counts(folder):
-    config = read_json(folder / "config.json")
-    del config[checkpoint.OURS]
-    for key, value, said in (
-        ("tie_word_embeddings", True, r"lm_head.weight \(97, 32\) is unknown or missing, by its config.json"),
-        ("vocab_size", 99, r"lm_head.weight \(97, 32\) is unknown or missing, by its config.json: correct"),
-    ):
-        (folder / "config.json").write_text(json.dumps(config | {key: value}))
-        assert formats.open_checkpoint(folder, True).config is None
-        with pytest.raises(UserError, match=said):
-            parse_spec(str(folder)).load_own()
-
-
 def test_mlps_are_named_by_their_size(folder):
     for config in ({}, {"text_config": {"moe_intermediate_size": 64}}):
         (folder / "config.json").write_text(json.dumps({"model_type": "x", "hidden_size": 32} | config))
         assert formats.open_checkpoint(folder, True).names_mlps == bool(config)
-
-
-POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345678\n"
-
-
-@pytest.mark.parametrize("names", ["", "a.pt notes.md", "config.json"])
-def test_what_is_there_instead(names, tmp_path):
-    for name in names.split():
-        (tmp_path / name).write_text("{}")
-    there = names.replace(" ", ", ") or "nothing"
-    for is_any in (True, False):
-        with pytest.raises(UserError, match=f"is missing: the folder has {there}. A file may be named"):
-            formats.open_spec(parse_spec(str(tmp_path)), is_any)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "m.gguf"])
-def test_a_pointer_of_git_lfs(name, tmp_path):
-    (tmp_path / name).write_bytes(POINTER)
-    with pytest.raises(UserError, match="git lfs pull"):
-        formats.open_checkpoint(tmp_path / name, True)
 
 
 def test_a_file_is_told_by_its_first_bytes(folder, tmp_path):
@@ -458,15 +375,3 @@ def test_a_shard_is_read_with_its_siblings_or_not_at_all(suffix, tmp_path):
     paths[0].unlink()
     with pytest.raises(UserError, match="one of 2 shards of a model, of which 1"):
         formats.open_checkpoint(paths[1], True)
-
-
-OTHER_FORMATS = ".onnx .h5 .keras .npz .npy .nemo .msgpack .tflite .pb .xml".split()
-
-
-@pytest.mark.parametrize("suffix", OTHER_FORMATS)
-def test_other_formats_are_not_called_damaged(suffix, tmp_path):
-    path = tmp_path / f"m{suffix}"
-    path.write_bytes(b"PK" + bytes(99) if suffix in (".keras", ".npz") else bytes(99))
-    with pytest.raises(UserError, match="are not read here: load it where it was made") as error:
-        formats.open_checkpoint(path, True)
-    assert "damaged" not in str(error.value)

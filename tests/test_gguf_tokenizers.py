@@ -26,18 +26,40 @@ REFERENCES["default"] = transformers.GPT2Tokenizer
 
 @pytest.fixture(autouse=True)
 def converted(tmp_path, monkeypatch):
-    """Tokenizers are written anew for each test."""
     monkeypatch.setattr(loading, "CONVERTED", tmp_path / "converted")
 
 
-def write(path, architecture="llama", **fields):
-    """A .gguf file with nothing but a tokenizer, whose token 1 is BOS."""
-    writer = gguf.GGUFWriter(path, architecture)
+def trained_bpe(text: str, vocab_size: int) -> tokenizers.Tokenizer:
+    coder = tokenizers.Tokenizer(models.BPE())
+    coder.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<|end|>", "<|begin|>"], **options)
+    coder.train_from_iterator(text.splitlines(True), trainer)
+    return coder
+
+
+def fields_of(coder: tokenizers.Tokenizer, pre: str) -> dict:
+    """What a .gguf file says of a BPE whose first two tokens are special."""
+    trained = json.loads(coder.to_str())["model"]
+    tokens = sorted(trained["vocab"], key=trained["vocab"].get)
+    merges = [" ".join(pair) for pair in trained["merges"]]
+    types = [3, 3] + [1] * (len(tokens) - 2)
+    return {"model": "gpt2", "pre": pre, "tokens": tokens, "token_type": types, "merges": merges}
+
+
+def add_tokenizer(writer: gguf.GGUFWriter, **fields) -> None:
+    """Token 1 is BOS."""
     for key, value in fields.items():
         add = writer.add_array if isinstance(value, list) else writer.add_string
         add(f"tokenizer.ggml.{key}", value)
-    writer.add_head_count(1)
     writer.add_bos_token_id(1)
+
+
+def write(path, architecture="llama", **fields):
+    """A .gguf file with nothing but a tokenizer."""
+    writer = gguf.GGUFWriter(path, architecture)
+    add_tokenizer(writer, **fields)
+    writer.add_head_count(1)
     writer.add_unk_token_id(0)
     writer.add_add_space_prefix(False)
     writer.write_header_to_file()
@@ -48,7 +70,6 @@ def write(path, architecture="llama", **fields):
 
 
 def load_converted(path):
-    """The tokenizer that is written of a file."""
     return data.load_tokenizer(str(loading.tokenizer_folder(path) / "tokenizer.json"))
 
 
@@ -58,28 +79,21 @@ def test_byte_level(pre, tmp_path):
 
     SmolLM's is what its tokenizer.json says: digits one by one, then GPT-2's rule.
     """
-    coder = tokenizers.Tokenizer(models.BPE())
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    coder.pre_tokenizer = byte_level
-    options = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
-    trainer = trainers.BpeTrainer(vocab_size=600, special_tokens=["<|end|>", "<|begin|>"], **options)
-    coder.train_from_iterator([TEXT], trainer)
-    trained = json.loads(coder.to_str())["model"]
-    tokens = sorted(trained["vocab"], key=trained["vocab"].get)
-    merges = [" ".join(pair) for pair in trained["merges"]]
-    types = [3, 3] + [1] * (len(tokens) - 2)
+    coder = trained_bpe(TEXT, 600)
+    fields = fields_of(coder, pre)
     path = tmp_path / "a.gguf"
     if pre in REFERENCES:
-        pairs = [tuple(pair) for pair in trained["merges"]]
-        reference = REFERENCES[pre](trained["vocab"], pairs)
+        trained = json.loads(coder.to_str())["model"]
+        reference = REFERENCES[pre](trained["vocab"], [tuple(pair) for pair in trained["merges"]])
     elif pre == "smollm":
-        coder.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Digits(True), byte_level])
+        digits = pre_tokenizers.Digits(True)
+        coder.pre_tokenizer = pre_tokenizers.Sequence([digits, coder.pre_tokenizer])
         reference = transformers.PreTrainedTokenizerFast(tokenizer_object=coder)
     else:
-        types[2] = 4  # "!", which is then never merged
-        write(path, model="gpt2", pre=pre, tokens=tokens, token_type=types, merges=merges)
+        fields["token_type"][2] = 4  # "!", which is then never merged
+        write(path, **fields)
         reference = transformers.AutoTokenizer.from_pretrained(tmp_path, gguf_file=path.name)
-    write(path, model="gpt2", pre=pre, tokens=tokens, token_type=types, merges=merges)
+    write(path, **fields)
     tokenizer = load_converted(path)
     assert tokenizer.encode([PROSE]) == [reference(PROSE, add_special_tokens=False)["input_ids"]]
     spelt = tokenizer.encode(["a<|begin|>"])[0]  # a control token in a text is text
@@ -90,7 +104,6 @@ def test_byte_level(pre, tmp_path):
 
 
 def test_sentencepiece(tmp_path):
-    """The same numbers as by the model whose pieces are in the file, and by `transformers`."""
     trained = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(TEXT.splitlines()),

@@ -1,18 +1,15 @@
 """strangers/hub.py: names of the Hub, against a server of its few routes on this machine."""
 
 import json
-import os
 import re
 import socket
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import safetensors.torch
 import torch
-from conftest import KINDS, ROOT, random_model, run_script
+from conftest import KINDS, random_model, run_script
 from hub_server import COMMIT, serving
 from huggingface_hub import constants
 
@@ -76,12 +73,10 @@ def here(tmp_path, monkeypatch):
 
 
 def fetch(name: str) -> Path:
-    """The folder or file in the cache that a name means."""
     return checkpoint.parse_spec(name).folder
 
 
 def logits(name: str) -> torch.Tensor:
-    """What our model computes with the weights that a name means."""
     return checkpoint.parse_spec(name).load_own()(TOKENS)
 
 
@@ -163,7 +158,6 @@ def test_mistakes(name, here):
 
 
 def test_without_a_network(here, monkeypatch):
-    """What is cached is read, and what is not is told, soon, also where nobody answers or refuses."""
     place = fetch("org/whole")
     with socket.socket() as silent, socket.socket() as closed:
         for listener in (silent, closed):
@@ -202,7 +196,6 @@ def base(here, tmp_path, monkeypatch):
 
 
 def looks(source) -> list:
-    """What a look reads: a few rows of each matrix."""
     names = [name for name, shape in source.shapes.items() if len(shape) == 2]
     rows = (slice(8, 16), slice(64, 68), torch.tensor([100, 90]))
     return [(name, (part,)) for name in names for part in rows]
@@ -272,19 +265,21 @@ class Broken(bytes):
 
 
 READ = """
-import sys, torch
+import os, sys, torch
 sys.path[:0] = ["tests", "."]
 from test_hub import read, MATRIX
-found = read("org/base", [], [MATRIX])
-torch.save(found, sys.argv[1])
+path = sys.argv[1 + (os.fork() == 0)]
+torch.save(read("org/base", [], [MATRIX]), path)
+if path == sys.argv[1]:
+    assert os.wait()[1] == 0
 """
 
 
 def test_two_processes_at_once(base, tmp_path):
-    env = {**os.environ, "HF_ENDPOINT": base.url, "HF_HOME": str(tmp_path / "home")}
+    env = {"HF_ENDPOINT": base.url, "HF_HOME": str(tmp_path / "home")}
     paths = [tmp_path / "0", tmp_path / "1"]
-    runs = [subprocess.Popen([sys.executable, "-c", READ, path], env=env, cwd=ROOT) for path in paths]
-    assert [run.wait() for run in runs] == [0, 0]
+    done = run_script("-c", READ, *paths, env=env)
+    assert done.returncode == 0, done.stderr
     for path in paths:
         assert_same(torch.load(path), read(tmp_path / "base", [], [MATRIX]))
 

@@ -5,30 +5,13 @@ from functools import partial
 
 import pytest
 import torch
-from test_verdict import BASE, CHILD, CONFIG, STRANGER, changed, row_by_both
+from kin import BASE, CHILD, CONFIG, LAYER, NOISED, STRANGER, changed, drawn, judged, with_noise
 
 from lineage import layout
 from lineage.judge import INCONCLUSIVE, NO_EVIDENCE, SAME_BIRTH
 from reproduce.disguise import as_source, disguised, weights_of
 from reproduce.robustness import noised
 from strangers.formats import Newborn
-
-NOISED = noised(BASE, 0.5)
-
-
-def drawn(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 8
-
-
-def row_of_pair(base: dict, suspect: dict) -> dict:
-    """The row of two models, by their tensors."""
-    return row_by_both(as_source(base, CONFIG), as_source(suspect, CONFIG))
-
-
-def judged(base: dict, suspect: dict) -> tuple[str, str]:
-    row = row_of_pair(base, suspect)
-    return row["verdict"], row["sentence"]
-
 
 LSTM = {f"rnn.weight_{kind}_l{layer}": drawn(layer, 256, 64) for kind in ("ih", "hh") for layer in (0, 1)}
 ALONE = "embed_tokens.weight"
@@ -47,35 +30,6 @@ def test_of_a_model_without_layers_nothing_is_said(case):
     answer, sentence = judged(weights_of(BASE), weights)
     assert answer == INCONCLUSIVE and said in f"{sentence}|", sentence
     assert judged(weights, weights_of(BASE))[0] == judged(weights, weights)[0] == INCONCLUSIVE
-
-
-# ---- stacks ------------------------------------------------------------------------------------------------
-
-LAYER = "model.layers."
-SPLIT = {f"{LAYER}{layer}.self_attn.": f"model.attentions.{layer}." for layer in range(3)}
-SPLIT |= {f"{LAYER}{layer}.mlp.": f"model.ffns.{layer}." for layer in range(3)}
-UNDERSCORES = {LAYER: "layers_", ".self_attn.": "_attn_", ".mlp.": "_mlp_", "_proj.weight": "_proj_weight"}
-
-
-NAMES = {
-    "sequential": {LAYER: "sequential.", "model.embed_tokens": "sequential.90.word_embeddings"},
-    "no name": {LAYER: "transformer.", "model.embed_tokens.weight": "w"},
-    "underscores": UNDERSCORES,
-    "unit3": {LAYER: "unit", "model.embed_tokens": "embedder"},
-    "lists of attention and MLPs": SPLIT,
-    "compiled, and parallel": {"model.": "module._orig_mod.model."},
-}
-
-
-@pytest.mark.parametrize("case", NAMES)
-def test_layers_of_any_name(case):
-    """A copy, a noised child, a rotated one and a stranger, beside a base of usual names, and of these."""
-    kinds = {"copy": BASE, "noised": NOISED, "rotated": CHILD, "stranger": STRANGER}
-    renamed = {kind: changed(weights_of(source), NAMES[case]) for kind, source in kinds.items()}
-    for base in (weights_of(BASE), renamed["copy"]):
-        for kind, weights in renamed.items():
-            answer, sentence = judged(base, weights)
-            assert answer == (NO_EVIDENCE if kind == "stranger" else SAME_BIRTH), (kind, sentence)
 
 
 def block(prefix: str, width: int, units: int) -> list:
@@ -98,23 +52,18 @@ def test_the_outermost_number_counts_layers():
 # ---- parts -------------------------------------------------------------------------------------------------
 
 
+def layers_of(seed: int, place: str, config=CONFIG) -> dict:
+    weights = weights_of(Newborn(config, seed))
+    return {name.replace(LAYER, place): weight for name, weight in weights.items() if LAYER in name}
+
+
 def tower(seed: int, prefix: str, width=48, patch=True) -> dict:
     """Three layers that read no tokens."""
-    weights = {f"{prefix}post_norm.weight": torch.ones(width)}
+    config = replace(CONFIG, d_model=width, num_kv_heads=4, d_ff=80, mlp="gelu")
+    weights = layers_of(seed, f"{prefix}encoder.layers.", config)
     if patch:
         weights[f"{prefix}patch.weight"] = drawn(seed, width, 3, 4, 4)
-    for layer in range(3):
-        start = f"{prefix}encoder.layers.{layer}."
-        for number, name in enumerate(("q_proj", "k_proj", "v_proj", "out_proj")):
-            weights[f"{start}self_attn.{name}.weight"] = drawn(100 * seed + 10 * layer + number, width, width)
-        weights[f"{start}mlp.fc1.weight"] = drawn(100 * seed + 10 * layer + 5, 80, width)
-        weights[f"{start}mlp.fc2.weight"] = drawn(100 * seed + 10 * layer + 6, width, 80)
     return weights
-
-
-def with_noise(weights: dict, size=0.3) -> dict:
-    noise = {name: drawn(len(name), *weight.shape) * 8 for name, weight in weights.items()}
-    return {n: w + size * w.std() * noise[n] if w.ndim > 1 else w for n, w in weights.items()}
 
 
 def action_expert(seed: int) -> dict:
@@ -123,40 +72,32 @@ def action_expert(seed: int) -> dict:
     return weights | tower(seed, "expert.", patch=False)
 
 
-def patched(seed: int, pixels=50) -> dict:
-    """A tower as wide as the language model, whose patches enter by a plain matrix, as in Llama 4."""
-    weights = {"vision.patch_embedding.linear.weight": drawn(seed, 64, pixels)}
-    return weights | tower(seed, "vision.", 64, patch=False)
-
-
 def of_siglip2(seed: int) -> dict:
-    """The same of patches with as many numbers as half of the tokens, and with an MLP behind the layers."""
-    return patched(seed, 200) | {"vision.head.mlp.fc1.weight": drawn(seed, 200, 64)}
+    """A tower as wide as the language model, whose patches of 200 numbers enter by a plain matrix."""
+    weights = {"vision.patch_embedding.linear.weight": drawn(seed, 64, 200)}
+    weights["vision.head.mlp.fc1.weight"] = drawn(seed, 200, 64)
+    return weights | tower(seed, "vision.", 64, patch=False)
 
 
 def renamed(seed: int) -> dict:
     return tower(seed, "x.y." if seed == 1 else "text_encoder.")
 
 
-@pytest.mark.parametrize("part", [partial(tower, prefix="vpm."), renamed, action_expert, patched, of_siglip2])
+@pytest.mark.parametrize("part", [partial(tower, prefix="vpm."), renamed, action_expert, of_siglip2])
 def test_a_part_that_is_not_the_language_model_is_named(part):
-    """By its bits, whatever it is called; kin are kin without it, or with another."""
     base = weights_of(BASE) | part(1)
-    for source, verdict in ((CHILD, SAME_BIRTH), (STRANGER, NO_EVIDENCE)):
-        parts = [({}, ""), (part(1), "begins bit for bit as the base's `")]
-        parts += [(other, "was not looked at") for other in (part(2), with_noise(part(1)))]
-        for more, said in parts:
-            answer, sentence = judged(base, weights_of(source) | more)
-            assert answer == verdict and said in sentence, sentence
-            assert bool(more) == ("; its `" in sentence), sentence
-
-
-def layers_of(seed: int, place: str) -> dict:
-    return {n.replace(LAYER, place): w for n, w in weights_of(Newborn(CONFIG, seed)).items() if LAYER in n}
+    for source, more, verdict, said in (
+        (CHILD, {}, SAME_BIRTH, ""),
+        (CHILD, part(2), SAME_BIRTH, "was not looked at"),
+        (CHILD, with_noise(part(1)), SAME_BIRTH, "was not looked at"),
+        (STRANGER, part(1), NO_EVIDENCE, "begins bit for bit as the base's `"),
+    ):
+        answer, sentence = judged(base, weights_of(source) | more)
+        assert answer == verdict and said in sentence, sentence
+        assert bool(more) == ("; its `" in sentence), sentence
 
 
 def beside(place: str, language: dict, seed: int) -> dict:
-    """A stack of the model's width that has no table of its own."""
     names = {LAYER: "language.decoder.layers.", "model.embed_tokens.weight": "tok.weight"}
     return changed(language, names) | layers_of(seed, place)
 
@@ -187,11 +128,9 @@ def of_music_gen(language: dict, seed: int) -> dict:
 
 DOUBTFUL = {
     "vit.": partial(beside, "vit."),
-    "layers": partial(beside, "language.vision.layers."),
     "text encoder": partial(beside, "text_encoder.body."),
     "generator": generator,
-    "T5": partial(of_t5, ("shared",)),
-    "T5, three names": partial(of_t5, ("shared", "encoder.embed_tokens", "decoder.embed_tokens")),
+    "T5": partial(of_t5, ("shared", "encoder.embed_tokens", "decoder.embed_tokens")),
     "MusicGen": of_music_gen,
 }
 
@@ -222,51 +161,38 @@ def test_a_bare_encoder_and_what_contains_it():
     assert answer == NO_EVIDENCE and "but a changed basis would hide a child" in sentence
 
 
-def test_constants_in_a_list_are_no_part():
-    """A transform and its inverse are the same in each of its places, and in models that never met."""
+def test_constants_are_no_kinship():
+    """Masks and tables in layers, a transform and its inverse beside them, in models that never met."""
     forward = (torch.outer(torch.arange(64.0), torch.arange(64.0)) * torch.pi / 64).cos()
-    fixed = {f"fft.{place}.forward": forward for place in range(3)}
-    fixed |= {f"fft.{place}.inverse": torch.linalg.pinv(forward) for place in range(3)}
-    assert judged(weights_of(BASE) | fixed, weights_of(STRANGER) | fixed)[0] == NO_EVIDENCE
-    assert judged(weights_of(BASE) | fixed, weights_of(NOISED) | fixed)[0] == SAME_BIRTH
+    constants = {"causal": torch.ones(64, 64).tril(), "zeros": torch.zeros(64, 64), "mix": torch.eye(64) + 3}
+    constants |= {"rotary_emb.cos_cached": drawn(0, 64, 64).cos()}
+    fixed, others = {}, {}
+    for layer in range(3):
+        fixed |= {f"fft.{layer}.forward": forward, f"fft.{layer}.inverse": torch.linalg.pinv(forward)}
+        others |= {f"{LAYER}{layer}.{name}": weight for name, weight in constants.items()}
+    for more in (fixed, others):
+        base = weights_of(BASE) | more
+        assert judged(base, weights_of(STRANGER) | more)[0] == NO_EVIDENCE
+        assert judged(base, weights_of(NOISED) | more)[0] == SAME_BIRTH
     answer, sentence = judged(fixed, fixed)
     assert answer == INCONCLUSIVE and "all layers of A have the same numbers" in sentence, sentence
-
-
-def test_two_copies_of_a_model_in_a_file():
-    for source, verdict in ((NOISED, SAME_BIRTH), (STRANGER, NO_EVIDENCE)):
-        weights = weights_of(source)
-        both = [{f"{part}.{name}": w for name, w in weights.items()} for part in ("ema_model", "online")]
-        assert judged(weights_of(BASE), both[0] | both[1])[0] == verdict
 
 
 # ---- a part is not the model -------------------------------------------------------------------------------
 
 
 def rows(count: int, weights: dict) -> dict:
-    """With so many rows of the tables."""
     return {name: w[:count] if "embed" in name or "head" in name else w for name, w in weights.items()}
 
 
 SHALLOW = {f"{LAYER}2.": ""}
-STUDENT = replace(CONFIG, num_layers=2, vocab_size=200)
 TOLD = {  # what a file has, what is told of the whole, and what is said to be missing; of others nothing is
     "a stage": (SHALLOW, {"layers": 3}, "2 of 3 layers are here"),
     "a rank": (partial(rows, 150), {"tokens": 300}, "150 of 300 tokens are here"),
-    "both": (
-        lambda w: rows(150, changed(w, SHALLOW)),
-        {"layers": 3, "tokens": 300},
-        "2 of 3 layers are here; of B 150 of 300",
-    ),
-    "a file of two": (
-        partial(rows, 150),
-        {"parts": "a file of two"},
-        "a part is not the model: of B a file of two",
-    ),
+    "a file of two": (partial(rows, 150), {"parts": "a file of two"}, "of B a file of two"),
     "pruned": (SHALLOW, {"layers": 2}, ""),
     "trimmed": (partial(rows, 200), {"tokens": 200}, ""),
     "more than is told": ({}, {"layers": 2, "tokens": 299}, ""),
-    "nothing is told": (SHALLOW, {}, ""),
 }
 
 
@@ -278,41 +204,33 @@ def test_a_part_clears_nobody(case):
     for source, verdict in ((CHILD, SAME_BIRTH), (STRANGER, INCONCLUSIVE if said else NO_EVIDENCE)):
         suspect = as_source(changed(weights_of(source), change), CONFIG)
         suspect.told = suspect.told | told
-        row = row_by_both(base, suspect)
-        assert row["verdict"] == verdict, row["sentence"]
-        assert verdict == SAME_BIRTH or said in row["sentence"], row["sentence"]
-        assert row_by_both(suspect, base)["verdict"] == verdict
+        answer, sentence = judged(base, suspect)
+        assert answer == verdict and (source is CHILD or said in sentence), sentence
+    assert judged(suspect, base)[0] == verdict
 
 
 ONE = replace(CONFIG, num_layers=1)
 
 
-@pytest.mark.parametrize("name", [f"{LAYER}0.", "layer.0.", "blocks.0.", "encoder.0.", "unit0.", "cell."])
+@pytest.mark.parametrize("name", [f"{LAYER}0.", "unit0.", "cell."])
 def test_a_single_layer_and_its_copies(name):
     """Whatever it is called; six copies of the base's are six layers, but those of a stranger are none."""
-    base = noised(Newborn(ONE, 1), 0)
-    kinds = {
-        "noised": noised(base, 0.5),
-        "disguised": disguised(base),
-        "stranger": noised(Newborn(ONE, 2), 0),
-    }
-    for kind, source in kinds.items():
+    birth = noised(Newborn(ONE, 1), 0)
+    base = changed(weights_of(birth), {f"{LAYER}0.": name})
+    kinds = ((noised(birth, 0.5), SAME_BIRTH), (disguised(birth), SAME_BIRTH))
+    for source, verdict in (*kinds, (noised(Newborn(ONE, 2), 0), NO_EVIDENCE)):
         weights = weights_of(source)
-        copies = {n: w for n, w in weights.items() if LAYER not in n}
-        for layer in range(6):
-            copies |= {n.replace("0", str(layer)): w for n, w in weights.items() if LAYER in n}
-        for suspect in (weights, copies):
-            answer, sentence = judged(
-                changed(weights_of(base), {f"{LAYER}0.": name} if name else {}), suspect
-            )
-            assert answer == (NO_EVIDENCE if kind == "stranger" else SAME_BIRTH), (kind, sentence)
+        assert judged(base, weights)[0] == verdict
+        for layer in range(1, 6):
+            weights |= {n.replace("0", str(layer)): w for n, w in weights.items() if f"{LAYER}0" in n}
+        answer, sentence = judged(base, weights)
+        assert answer == verdict, sentence
 
 
 # ---- what was not looked at --------------------------------------------------------------------------------
 
 
 def with_adapters(weights: dict, names: tuple, rank: int) -> dict:
-    """A pair of factors below each MLP matrix."""
     others = dict(weights)
     for number, (name, weight) in enumerate(weights.items()):
         if ".mlp." in name:
@@ -328,8 +246,8 @@ def test_adapters_are_told(names):
     for rank, verdict in ((1, NO_EVIDENCE), (48, INCONCLUSIVE)):  # a child may hide in large ones
         answer, sentence = judged(weights_of(BASE), with_adapters(weights_of(STRANGER), names, rank))
         assert answer == verdict and "not looked at in B: adapters (" in sentence, sentence
-        answer, sentence = judged(weights_of(BASE), with_adapters(weights_of(NOISED), names, rank))
-        assert answer == SAME_BIRTH and "not looked at in B: adapters (" in sentence, sentence
+    answer, sentence = judged(weights_of(BASE), with_adapters(weights_of(NOISED), names, rank))
+    assert answer == SAME_BIRTH and "not looked at in B: adapters (" in sentence, sentence
 
 
 def sliced(source, kept: int) -> dict:
@@ -368,31 +286,12 @@ def test_a_layer_without_units_beside_layers_that_coordinates_tell():
         assert answer == verdict, sentence
 
 
-def with_second_mlp(seed: int, source) -> dict:
-    """Twelve layers of two MLPs each."""
-    others = weights_of(noised(Newborn(source.config, seed), 0))
-    second = {name.replace("mlp.", "mlp2."): weight for name, weight in others.items() if "mlp." in name}
-    return changed(weights_of(source), {"mlp.": "mlp1."}) | second
-
-
-def test_two_mlps_in_each_of_twelve_layers():
-    deep = noised(Newborn(replace(CONFIG, num_layers=12), 1), 0)
-    base = with_second_mlp(5, deep)
-    answer, sentence = judged(base, with_noise(base))
-    assert answer == SAME_BIRTH and "at least 192 of 192 neurons of 8 of the 8 layers" in sentence, sentence
-    answer, sentence = judged(base, with_second_mlp(6, disguised(deep)))  # half of the neurons are the base's
-    assert answer == SAME_BIRTH and " of 192 neurons of 8 of the 8 layers" in sentence, sentence
-    answer, sentence = judged(base, with_second_mlp(6, Newborn(deep.config, 2)))
-    assert answer == NO_EVIDENCE and "(8 of 12 layers were read), as by chance" in sentence, sentence
-
-
 def factors(weight: torch.Tensor, rank: int) -> tuple:
     U, S, V = torch.linalg.svd(weight, full_matrices=False)
     return U[..., :rank] * S[..., None, :rank], V[..., :rank, :]
 
 
 def as_products(names: tuple, rank: int, weights: dict) -> dict:
-    """Each matrix of an MLP as a product of two."""
     others = {}
     for name, weight in weights.items():
         if ".mlp." in name:
@@ -427,17 +326,12 @@ PRODUCTS = {
 def test_a_rank_is_not_a_neuron(case):
     """A disguised child is never cleared; a noised one is seen by its coordinates; a stranger is not kin."""
     change = PRODUCTS[case]
-    usual, base = weights_of(BASE), change(weights_of(BASE))
-    for pair in (
-        (usual, change(weights_of(CHILD))),
-        (base, change(weights_of(CHILD))),
-        (base, weights_of(CHILD)),
-    ):
+    base, child, stranger = (change(weights_of(source)) for source in (BASE, CHILD, STRANGER))
+    for pair in ((BASE, child), (base, child), (base, CHILD)):
         answer, sentence = judged(*pair)
         assert answer == INCONCLUSIVE and "MLPs stored as products" in sentence, sentence
     assert judged(base, with_noise(base))[0] == SAME_BIRTH
-    for pair in ((usual, change(weights_of(STRANGER))), (base, change(weights_of(STRANGER)))):
-        assert judged(*pair)[0] in (INCONCLUSIVE, NO_EVIDENCE)
+    assert judged(base, stranger)[0] in (INCONCLUSIVE, NO_EVIDENCE)
 
 
 def with_experts(weights: dict, seed: int) -> dict:
@@ -479,43 +373,12 @@ def test_lookup_tables_in_layers(size):
         return weights
 
     base = with_tables(BASE, 1)
-    assert judged(base, with_tables(CHILD, 1))[0] == judged(base, weights_of(CHILD))[0] == SAME_BIRTH
+    assert judged(base, weights_of(CHILD))[0] == SAME_BIRTH
     assert judged(base, with_tables(STRANGER, 50))[0] == NO_EVIDENCE
     assert judged(base, with_tables(STRANGER, 1))[0] == INCONCLUSIVE  # whose tables are the base's
 
 
-@pytest.mark.parametrize("name", ["vision_bridge.weight", "text_projection", "classifier/kernel"])
-def test_a_projection_beside_the_table_hides_nothing(name):
-    """What leads into the stream, or out of it, beside a table that no name tells, and positions."""
-    names = {"model.embed_tokens.weight": "tok_emb.weight", "lm_head.weight": "unembed.weight"}
-    positions = {"pos_emb.weight": drawn(1, 400, 64)}
-    base, child, stranger = (
-        changed(weights_of(s), names) | {name: drawn(3, 64, 24)} | positions for s in (BASE, CHILD, STRANGER)
-    )
-    answer, sentence = judged(base, child)
-    assert answer == SAME_BIRTH and "neurons of 3 of the 3 layers read were matched" in sentence, sentence
-    assert judged(base, stranger)[0] == NO_EVIDENCE
-
-
-def as_keras(weights: dict) -> dict:
-    """Kernels (inputs, outputs), those of attention by heads, and a first layer without a number."""
-    others = {}
-    for name, weight in changed(weights, {f"{LAYER}0": "decoder", LAYER: "decoder_"}).items():
-        if "attn" in name:
-            weight = weight.T.reshape(64, -1, 16) if "o_proj" not in name else weight.T.reshape(-1, 16, 64)
-        elif weight.ndim > 1 and "embed" not in name:
-            weight = weight.T
-        others[name.replace("embed_tokens.weight", "embeddings").replace(".", "/")] = weight
-    return others
-
-
-def test_a_child_whose_table_was_not_found_is_not_cleared():
-    base, noised_child, rotated = (as_keras(weights_of(source)) for source in (BASE, NOISED, CHILD))
-    assert judged(base, rotated)[0] != NO_EVIDENCE
-    assert judged(base, noised_child)[0] == SAME_BIRTH
-
-
-@pytest.mark.parametrize("expert", range(4))
+@pytest.mark.parametrize("expert", [0, 2])
 def test_one_copied_expert_of_a_stack_is_no_kinship(expert):
     """In each layer, bit for bit; and a stack in another order is the base's, by its neurons."""
     base, stranger = weights_of(BASE), weights_of(STRANGER)

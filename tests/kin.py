@@ -1,0 +1,81 @@
+"""A base, its children and a stranger, changes of their tensors, and what is said of two of them."""
+
+import functools
+import json
+
+import safetensors.torch
+import torch
+
+from lineage.compare import CompareSettings, Model, compare_models
+from model import ModelConfig
+from reproduce.disguise import as_source, disguised, weights_of
+from reproduce.robustness import noised
+from sources import checkpoint
+from strangers import formats
+from strangers.formats import HEAD, TOKEN_TABLE, Newborn
+
+CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)
+BASE = noised(Newborn(CONFIG, 1), 0)  # in memory
+NOISED = noised(BASE, 0.5)
+CHILD = disguised(BASE)
+STRANGER = noised(Newborn(CONFIG, 2), 0)
+RAW = {"model_type": "foreign", "hidden_size": 64}
+TABLES = (TOKEN_TABLE, HEAD)
+LAYER = "model.layers."
+
+
+def drawn(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) / 8
+
+
+def with_noise(weights: dict, size=0.3) -> dict:
+    noise = {name: drawn(len(name), *weight.shape) * 8 for name, weight in weights.items()}
+    return {n: w + size * w.std() * noise[n] if w.ndim > 1 else w for n, w in weights.items()}
+
+
+def changed(weights: dict, change) -> dict:
+    """Tensors by `change`: a function of them, or parts of names by what they become; "" is left out."""
+    if callable(change):
+        return change(weights)
+    others = {}
+    for name, weight in weights.items():
+        for old, new in change.items():
+            name = name.replace(old, new) if new or old not in name else ""
+        others[name] = weight
+    others.pop("", None)
+    return others
+
+
+@functools.cache
+def born(config: ModelConfig, who: str) -> dict:
+    """Tensors of a base, of its noised child, of a "turned" one (and noised and disguised), or a stranger."""
+    source = noised(Newborn(config, 2 if who == "stranger" else 1), 0)
+    if who == "noised":
+        source = noised(source, 0.5)
+    elif who == "turned":
+        source = noised(disguised(source), 0.3)
+    return weights_of(source)
+
+
+def folder_with(place, weights: dict, raw=RAW) -> formats.CheckpointReader:
+    place.mkdir()
+    (place / "config.json").write_text(json.dumps(raw))
+    weights = {name: weight.contiguous().clone() for name, weight in weights.items()}
+    safetensors.torch.save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
+    return formats.open_spec(checkpoint.parse_spec(str(place)), True)
+
+
+def row_by_both(base, suspect) -> dict:
+    """The row of two checkpoints, or of their tensors, with neurons; without them the verdict is the same."""
+    sources = [as_source(each, CONFIG) if isinstance(each, dict) else each for each in (base, suspect)]
+    models = [Model(name, source) for name, source in zip("AB", sources)]
+    glance, details = compare_models(*models, CompareSettings())
+    row, more_details = compare_models(*models, CompareSettings(neurons=True))
+    json.dumps([row, glance, details, more_details], allow_nan=False)
+    assert row["verdict"] == glance["verdict"], (row["sentence"], glance["sentence"])
+    return row
+
+
+def judged(base, suspect) -> tuple[str, str]:
+    row = row_by_both(base, suspect)
+    return row["verdict"], row["sentence"]
