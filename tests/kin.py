@@ -70,8 +70,11 @@ def row_by_both(base, suspect) -> dict:
     sources = [as_source(each, CONFIG) if isinstance(each, dict) else each for each in (base, suspect)]
     models = [Model(name, source) for name, source in zip("AB", sources)]
     glance, details = compare_models(*models, CompareSettings())
-    row, more_details = compare_models(*models, CompareSettings(neurons=True))
-    json.dumps([row, glance, details, more_details], allow_nan=False)
+    json.dumps([glance, details], allow_nan=False)
+    if glance["units"] is not None:  # they were looked for
+        return glance
+    row, details = compare_models(*models, CompareSettings(neurons=True))
+    json.dumps([row, details], allow_nan=False)
     assert row["verdict"] == glance["verdict"], (row["sentence"], glance["sentence"])
     return row
 

@@ -103,7 +103,7 @@ LAYOUTS = {  # the architecture, its layout, and what is right of whom
     "a lone table": (CONFIG, {TABLE: "vocab.weight", HEAD: ""}, SURE),
     "TransformerLens": (PLAIN, as_transformer_lens, SURE),
     "nn.Transformer": (replace(PLAIN, tie_embeddings=False), {"up": "linear1", "down": "linear2"}, SURE),
-    "pi0.5": (TIED, as_pi05, SURE),
+    "pi0.5": (replace(TIED, vocab_size=600), as_pi05, SURE),
     "Keras": (CONFIG, as_keras, HONEST),
     "a loop's adapter": (
         CONFIG,

@@ -127,7 +127,6 @@ def of_music_gen(language: dict, seed: int) -> dict:
 
 
 DOUBTFUL = {
-    "vit.": partial(beside, "vit."),
     "text encoder": partial(beside, "text_encoder.body."),
     "generator": generator,
     "T5": partial(of_t5, ("shared", "encoder.embed_tokens", "decoder.embed_tokens")),

@@ -1,5 +1,7 @@
 """lineage/judge.py: every combination of evidence, and folders that made it say something false."""
 
+import copy
+import functools
 import itertools
 import json
 from dataclasses import replace
@@ -36,13 +38,18 @@ OUTCOMES = {
 }
 
 
+@functools.cache
+def stack_of(depth: int):
+    return find_stacks(Newborn(ModelConfig(8, 4, depth, 1, 4, 4), 1), "B")[0]
+
+
 def judged_pair(counts=None, depth=24, r=0.2, base_layers=None, units=1000, body=None, **more) -> Pair:
     """A judged pair of stacks of one depth: `counts` of 1,000 units by layer, from 1, one in the others.
 
     Without counts no units are looked for. `more` may have `equal` layers and those that are `alike`, `read`
     layers, another `lack`, and the `embedding`'s coordinates.
     """
-    (stack,) = find_stacks(Newborn(ModelConfig(8, 4, depth, 1, 4, 4), 1), "B")
+    stack = copy.copy(stack_of(depth))
     stack.may_have_mlps = more.get("may_have_mlps", False)
     rows = []
     for layer in more.get("read", range(1, depth + 1)) if counts is not None else ():
