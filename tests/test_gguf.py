@@ -190,7 +190,7 @@ def test_what_a_file_says_is_followed_or_refused(tmp_path):
         ({"attention.causal": False}, [], "attention.causal = False"),
         ({"vocab_size": 98}, [], "vocab_size = 98"),
         ({}, ["blk.0.attn_q.bias"], "q_proj.bias"),
-        ({}, ["rope_freqs.weight"], "rope_freqs"),  # Llama 3's factors of RoPE without what made them
+        ({}, ["rope_freqs.weight"], "rope_freqs.weight"),  # Llama 3's factors of RoPE without what made them
     ):
         path = write(tmp_path / f"{word}.gguf", "llama", model, more=more, said=said)
         with pytest.raises(UserError, match=f"{word} is not followed"):

@@ -246,5 +246,5 @@ def test_one_block_at_a_time_is_in_memory(tmp_path):
     size = 4 * sum(weight.numel() for weight in half.values())
     # Of two models, each as large: 1,024 units of each of the base's layers are kept, 0.43, and the views of
     # three layers of each, 0.24. Both models at once would be 2.
-    process = run_script("-c", MEMORY, tmp_path / "a", int(1.3 * size))
+    process = run_script("-c", MEMORY, tmp_path / "a", int(1.1 * size))
     assert process.stdout == "same birth\n", process.stderr
