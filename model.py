@@ -350,7 +350,7 @@ class Transformer(nn.Module):
 
     @contextlib.contextmanager
     def hidden_units(self, on_units):
-        """While open, `on_units(layer, units, 0)` sees, and may replace, neurons (B, T, d_ff)."""  # 0: the first
+        """While open, `on_units(layer, units, 0)` sees, and may replace, neurons (B, T, d_ff)."""
 
         def hook(layer, module, inputs):
             return on_units(layer, *inputs, 0)

@@ -63,9 +63,8 @@ def test_attention_of_every_kind_by_matrices(name, T):
     row, _ = sink_statistics(model, tokens)
     constant = matrices[..., 0].mean().item() if model.config.explicit_sink else 0
     assert row["constant_alpha"] == pytest.approx(constant, rel=1e-5)
-    chain = units.Activity(model, tokens)
-    with torch.inference_mode():
-        model.hidden(tokens, on_heads=chain.see_heads, on_state=chain.see_stream)
+    chain = units.Chain(len(tokens))
+    units.observe(model, tokens, chain)
     alpha_of_all = chain.stack("alpha")[:, [k - 1 for k in positions]]  # (L, K)
     torch.testing.assert_close(alpha_of_all.double(), expected.mean((0, 2)), atol=1e-6, rtol=0)
 

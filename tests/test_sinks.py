@@ -55,15 +55,11 @@ def test_sink_rate_is_gu_et_als(kind, tmp_path, monkeypatch):
         shares = (alpha > 0.3).double().mean((1, 2))
         is_other_sink = (torch.stack(others) > 0.3).any(0)
         expected = interval(shares.numpy(), "sink_rate", 0, 1)
-        expected |= {"mean_alpha1": alpha.mean().item(), "max_alpha1": alpha.max().item()}
+        expected |= {"mean_alpha1": alpha.mean().item()}
         expected["other_sink_rate"] = is_other_sink.double().mean().item()
         assert {name: row[name] for name in expected} == pytest.approx(expected, abs=NEAR)
         assert row["uniform_alpha1"] == pytest.approx(sum(1 / i for i in range(1, T + 1)) / T, rel=1e-9)
         np.testing.assert_allclose(by_head["alpha1"], alpha.mean(0), atol=NEAR)
-        values = []
-        stream, _ = observe(model, tokens, lambda layer, heads, q, k, v, _, seen=values: seen.append(v))
-        assert row["norm_ratio"] == pytest.approx(ratio(stream[1:].norm(dim=3)), rel=1e-5)
-        assert row["value_ratio"] == pytest.approx(ratio(torch.stack(values).norm(dim=4)), rel=1e-5)
 
 
 def observe(model: Transformer, tokens: torch.Tensor, on_heads=None):

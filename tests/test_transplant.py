@@ -20,9 +20,9 @@ from test_sinks import NEAR, saved
 import sinks
 from lib.random import random_tokens
 from measure import attention
-from measure.units import Activity, observe, zero_units
+from measure.units import Activity, observe
 from reproduce.interventions import cases_and_controls, num_needed
-from sinks import TransplantSettings, alpha_and_loss, effects, transplants
+from sinks import Case, TransplantSettings, alpha_and_loss, effects, transplants
 from sources import checkpoint
 
 SETTINGS = {"device": "cpu", "dtype": "float32", "num_sequences": 5, "num_constants": 3}
@@ -61,13 +61,14 @@ def test_effects_against_a_plain_recomputation():
     """Losses by whole logits, a token in front or none; the stream's largest numbers; the unit watched."""
     model = random_model(KINDS["llama_gqa"])
     tokens = random_tokens(0, range(5), 14, 97)
+    tokens[:, 0] = 3
     builder = (2, 7)
     states, units = [], {}
     with torch.inference_mode(), model.hidden_units(lambda layer, u, _: units.__setitem__(layer, u)):
         whole = model(tokens)
         model.hidden(tokens, on_state=lambda layer, x: states.append(x.numpy()))
-    for before in (0, 1):
-        row, largest, _ = effects(model, tokens, builder, before)
+    for before, case in enumerate((Case("", model), Case("", model, 3))):
+        row, largest, _ = effects(case, tokens[:, before:], builder)
         logits = whole[:, before:-1].flatten(0, 1)
         losses = F.cross_entropy(logits, tokens[:, before + 1 :].flatten(), reduction="none").view(5, -1)
         assert losses.shape[1] == 13 - before
@@ -80,7 +81,7 @@ def test_effects_against_a_plain_recomputation():
         assert row["disparity"] == pytest.approx((first.max(2) / first.mean(2)).mean(1).max(), rel=1e-5)
         assert row["builder_activation"] == pytest.approx(units[2][:, 0, 7].abs().mean().item(), rel=1e-5)
         assert row["constant_alpha"] == 0
-    short, *_ = effects(model, tokens[:, :8], builder, 0)
+    short, *_ = effects(Case("", model), tokens[:, :8], builder)
     assert short["loss_from_ninth"] is None
 
 
@@ -112,11 +113,11 @@ def test_rows_are_what_their_kinds_say(tmp_path):
     other_heads = attention.with_constants(model, turned)
     models = {"moved": changed, "unchanged": model, "constants of other heads": other_heads}
     for kind, measured in models.items():
-        expected, *_ = effects(measured, tokens, builder, 0)
+        expected, *_ = effects(Case("", measured), tokens, builder)
         assert rows[kind, 12].items() >= expected.items()
     needed = num_needed(activity, activity.peak, 0.99)
-    with model.hidden_units(zero_units(activity.builders(activity.peak, needed))):
-        expected, *_ = effects(model, tokens, builder, 0)
+    case = Case("", model, at_zero=activity.builders(activity.peak, needed))
+    expected, *_ = effects(case, tokens, builder)
     assert rows["builders of 99 % at zero", 12].items() >= expected.items()
     front = [row for (kind, T), row in rows.items() if kind.startswith("token in front") and T == 12]
     assert len(front) == 3 and all(row["constant_alpha"] == 0 for row in front)
@@ -136,12 +137,9 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
     activity = observe(model, tokens)
     builder = activity.builders(activity.peak, 1)[0]
     of_bos = attention.with_constants(model, attention.constants_at(model, tokens))
-    for kind, measured, reading, before in (
-        ("unchanged", model, tokens, 1),
-        ("moved", of_bos, text, 0),
-    ):
-        expected, *_ = effects(measured, reading, builder, before)
-        assert {name: rows[kind][name] for name in expected} == pytest.approx(expected, rel=1e-5)  # float32
+    for case in (Case("unchanged", model, bos), Case("moved", of_bos)):
+        expected, *_ = effects(case, text, builder)
+        assert {name: rows[case.kind][name] for name in expected} == pytest.approx(expected, rel=1e-5)
     first = mean_of_queries(explicit(model, tokens), 1)
     as_it_is, _, to_constant = [torch.tensor(heads["alpha"]) for heads in lists["heads"]]  # (L, H) each
     torch.testing.assert_close(as_it_is, first.mean(0).float(), atol=NEAR, rtol=0)
