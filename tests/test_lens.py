@@ -227,12 +227,22 @@ def test_a_folder_opens(folder):
 
 Q = "model.layers.0.self_attn.q_proj"
 DAMAGES = {
+    "its head": lambda tensors: tensors.pop("lm_head.weight"),
     "missing": lambda tensors: tensors.pop(f"{Q}.weight"),
     "does not fit": lambda tensors: tensors.update({f"{Q}.bias": torch.ones(64)}),
     "size mismatch|mismatched": lambda tensors: tensors.update({f"{Q}.weight": torch.ones(64, 32)}),
     "not finite": lambda tensors: tensors[f"{Q}.weight"].fill_(torch.nan),
     "packed": lambda tensors: tensors.update({f"{Q}.qweight": torch.ones(64, 8, dtype=torch.int32)}),
 }
+
+
+@pytest.mark.parametrize("wrapped", ["_orig_mod.", "module.", "module._orig_mod."])
+def test_compiled_and_parallel_models_open(wrapped, folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({f"{wrapped}{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
+    lens = loading.open_lens(folder)
+    tokens = lens.probe_tokens()
+    assert torch.equal(lens.hidden(tokens), Lens(build("llama")).hidden(tokens))
 
 
 @pytest.mark.parametrize("reason", DAMAGES)
