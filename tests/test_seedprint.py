@@ -223,11 +223,11 @@ def test_mistakes(family, runs, tmp_path):
     checkpoint.save(tmp_path / "zero", model)
     persistence = ("reproduce.lineage", "persistence")
     for script, command, words, expected in (
-        ("seedprint", "compare", ["tiny_llama@1"], "at least 2 models"),
+        ("seedprint", "compare", ["tiny_llama@1"], "length >= 2"),
         ("seedprint", "paper", ["tiny_llama@1", "tiny_llama@2", "--paper-length", 257], "--paper-length 257"),
         ("seedprint", "paper", [base, narrow], "width"),
         ("seedprint", "paper", [base, family / "short"], "--paper-length 64"),
-        ("seedprint", "identify", ["tiny_llama@1", "tiny_llama@2"], "one model"),
+        ("seedprint", "identify", ["tiny_llama@1", "tiny_llama@2"], "tiny_llama@2"),
         ("seedprint", "identify", ["tiny_llama@1", "--seeds", 5, 3], "--seeds 5 3"),
         ("seedprint", "identify", [family / "mlp"], "v_proj"),
         ("seedprint", "identify", [tmp_path / "zero"], "it shows no seed"),
