@@ -12,14 +12,12 @@ At 7 positions a constant that is position 1's own key and value has to receive 
 import contextlib
 import sys
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 import transformers
-import tyro
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -27,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from lib.files import read_json
 from lib.results import ROOT
 from lib.runtime import progress
-from lib.settings import Command, UserError, run_script
+from lib.settings import UserError
 from strangers.check import check
 from strangers.lens import Lens
 from strangers.loading import quiet
@@ -140,40 +138,22 @@ def unit_error(lens, tokens, layer):
     return (ablated - expected).abs().max().item()
 
 
-@dataclass
-class Settings:
-    """Which types are read."""
-
-    types: tyro.conf.Positional[tuple[str, ...]] = ()  # model types; none: all, and docs/architectures.md
-
-
-def architectures(settings: Settings):
-    """Which architectures does the lens read? (ours; five minutes)"""
-    warnings.simplefilter("ignore")
-    rows = {"wholly": [], "in part": [], "refused": []}
-    for model_type in progress(settings.types or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        found, said = "refused", ""
-        try:
-            with quiet():
-                model = build(model_type)
-                lens = Lens(model)
-                check(lens)
-                worst = max(errors_of(lens).values())
-        except UserError as error:
-            said = str(error)
-        except Exception as error:  # of a tiny model, whatever its class raises
-            said = f"not built, or run: {type(error).__name__}: {error}".partition("\n")[0][:160]
-        else:
-            found = "in part" if lens.lacks else "wholly"
-            said = "; ".join(f"no {name}: {why}" for name, why in lens.lacks.items())
-            if worst > LARGEST_ERROR:
-                found, said = "refused", f"what is seen differs by {worst:.2g}"
-        rows[found].append((model_type, said))
-        if settings.types:
-            print(f"{model_type}: {found}. {said}")
-    if not settings.types:
-        PAGE.write_text(page(rows))
-    print(", ".join(f"{len(some)} {found}" for found, some in rows.items()))
+def read(model_type):
+    """How much of a type's tiny model the lens sees, and what it does not see, or why."""
+    try:
+        with quiet():
+            model = build(model_type)
+            lens = Lens(model)
+            check(lens)
+            worst = max(errors_of(lens).values())
+    except UserError as error:
+        return "refused", str(error)
+    except Exception as error:  # of a tiny model, whatever its class raises
+        return "refused", f"not built, or run: {type(error).__name__}: {error}".partition("\n")[0][:160]
+    if worst > LARGEST_ERROR:
+        return "refused", f"what is seen differs by {worst:.2g}"
+    said = "; ".join(f"no {name}: {why}" for name, why in lens.lacks.items())
+    return ("in part" if lens.lacks else "wholly"), said
 
 
 def page(rows):
@@ -192,7 +172,14 @@ def page(rows):
     return "\n".join(lines)
 
 
-COMMANDS = {"": Command(architectures, Settings())}
-
 if __name__ == "__main__":
-    run_script(COMMANDS, __doc__)
+    warnings.simplefilter("ignore")
+    rows = {"wholly": [], "in part": [], "refused": []}
+    for model_type in progress(sys.argv[1:] or MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        found, said = read(model_type)
+        rows[found].append((model_type, said))
+        if sys.argv[1:]:
+            print(f"{model_type}: {found}. {said}")
+    if not sys.argv[1:]:
+        PAGE.write_text(page(rows))
+    print(", ".join(f"{len(some)} {found}" for found, some in rows.items()))

@@ -87,7 +87,6 @@ ALL["T5ForConditionalGeneration"][1]["decoder_start_token_id"] = 0
 
 
 def trained(model, steps: int, start=0):
-    """The model after so many steps, each on eight new sequences of 32 tokens of one biased text."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(start, start + steps):
         generator = torch.Generator().manual_seed(step)

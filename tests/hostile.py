@@ -26,7 +26,6 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from kill_training import SMALL
 from ranks import processes
 
 import init
@@ -35,13 +34,14 @@ from model import ModelConfig
 from sources import checkpoint, data
 
 SECONDS, BYTES = 20, 2 * 2**30  # that a case may take
-SCRIPTS = ("probe", "contraction", "seedprint", "sinks", "train", "sources.data")
-MODULES = {name: importlib.import_module(name) for name in SCRIPTS}
+MODULES = {name: importlib.import_module(name) for name in "probe seedprint sinks train sources.data".split()}
 WRITABLE = ["/dev/null", "/dev/shm", "/proc", *(str(Path.home() / name) for name in (".config", ".cache"))]
 READABLE = [str(Path(__file__).parent.parent), sys.prefix, sys.base_prefix, "/usr", "/lib", "/etc", "/sys"]
 READABLE = [os.path.realpath(path) for path in [*READABLE, "/dev/urandom", *WRITABLE]]  # .venv may be a link
 CHANGES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate", "os.symlink"}
-TRAINING = SMALL | {"max_iters": 3, "save_every": 2}  # settings of a run that takes a second
+TRAINING = {"model": "backcopy", "d_model": 64, "d_ff": 96, "device": "cpu", "dtype": "float32"}
+TRAINING |= {"sequence_length": 16, "global_batch_size": 4, "micro_batch_size": 4, "warmup_iters": 2}
+TRAINING |= {"compile": False, "max_iters": 3, "save_every": 2}
 COMPARE = "seedprint compare FOLDER FOLDER"
 PROBE = "probe --model FOLDER --num-sequences 4 --sequence-length 8"
 RATE = "sinks rate --model FOLDER --num-sequences 2 --sequence-length 8 --text ../text.txt"
@@ -54,21 +54,23 @@ for name, value in TRAINING.items():
 # ---- what is damaged ---------------------------------------------------------------------------------------
 
 
-def make_templates(root: Path) -> None:
-    """A checkpoint of ours, a run that was stopped, and a data set."""
+def make_templates(root: Path, names: set[str]) -> None:
+    """A checkpoint of ours and a data set; a run that was stopped and a stranger, if they are named."""
     (root / "text.txt").write_text(Path(random.__file__).read_text("utf-8"))
     sets = data.Settings(source=(str(root / "text.txt"),), tokenizer="bpe:500", held_out=0.2)
     data.prepare(replace(sets, out=str(root / "data")))
     sys.stdout = open(os.devnull, "w")
-    train = MODULES["train"]
-    train.train(train.Settings(**TRAINING, data=str(root / "data"), out=str(root / "run")))
     model = init.newborn(ModelConfig(500, 64, 2, 2, 32, 48, num_kv_heads=1), 1)
     checkpoint.save(root / "checkpoint", model, tokenizer=data.TokenData(root / "data").tokenizer)
-    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+    if "run" in names:
+        train = MODULES["train"]
+        train.train(train.Settings(**TRAINING, data=str(root / "data"), out=str(root / "run")))
+    if "stranger" in names:
+        from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=500, **sizes)).save_pretrained(root / "stranger")
-    shutil.copy(root / "checkpoint/tokenizer.model", root / "stranger")
+        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=500, **sizes)).save_pretrained(root / "stranger")
+        shutil.copy(root / "checkpoint/tokenizer.model", root / "stranger")
 
 
 def piped(name: str) -> Callable:
@@ -93,14 +95,15 @@ def cut(raw: bytearray) -> bytearray:
     return raw[: len(raw) // 2]
 
 
-def endless(raw: bytearray) -> bytearray:
-    return b"\xff" * 8 + raw[8:]
-
-
 CODE = {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
 FOLDERS = [  # the script and its words, what is copied, its damage; False: it is not surely a mistake
     (COMPARE, "checkpoint", "config.json a pipe", piped("config.json")),
-    (COMPARE, "checkpoint", "a header without end", changed("model.safetensors", endless)),
+    (
+        COMPARE,
+        "checkpoint",
+        "a header without end",
+        changed("model.safetensors", lambda raw: b"\xff" * 8 + raw[8:]),
+    ),
     (COMPARE, "checkpoint", "a path of code", with_json("config.json", auto_map={"M": "evil.py"}), False),
     (PROBE, "checkpoint", "weights cut", changed("model.safetensors", cut)),
     (RATE, "stranger", "a path of code", with_json("config.json", **CODE), False),
@@ -202,7 +205,8 @@ def main() -> None:
     faults = 0
     with tempfile.TemporaryDirectory() as root:
         root = Path(root).resolve()
-        maker = processes.Process(target=make_templates, args=(root,))
+        names = {case[1] for case in cases if len(case) > 1}
+        maker = processes.Process(target=make_templates, args=(root, names))
         maker.start()
         maker.join()
         for number, case in enumerate(cases):

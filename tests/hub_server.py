@@ -40,7 +40,6 @@ class Answer(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self):
-        """A repository's description, the tree of its files, or one of these."""
         path = urlsplit(self.path).path
         self.server.requests.append((self.command, path))
         parts = path.strip("/").split("/")

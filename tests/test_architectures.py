@@ -1,7 +1,5 @@
 """Does `compare` judge any architecture? `transformers`' own classes, three layers of width 128."""
 
-from pathlib import Path
-
 import pytest
 import safetensors.torch
 import torch
@@ -53,11 +51,6 @@ def build(name: str, seed: int, choices=ARCHITECTURES) -> transformers.PreTraine
     return getattr(transformers, name)(getattr(transformers, config)(**arguments))
 
 
-def compared(folder: Path, base: str, *suspects: str) -> list[dict]:
-    sources = [formats.open_checkpoint(folder / name, True) for name in (base, *suspects)]
-    return [row_by_both(sources[0], source) for source in sources[1:]]
-
-
 @pytest.mark.parametrize("name", HERE)
 def test_kin_and_strangers(name, tmp_path):
     base = build(name, 1)
@@ -71,7 +64,9 @@ def test_kin_and_strangers(name, tmp_path):
     source = formats.open_checkpoint(tmp_path / "base", True)
     mlps = [mlps for stack in layout.find_stacks(source) for mlps in stack.mlps]
     assert sum(map(len, mlps)) == ARCHITECTURES[name][2]
-    kin, stranger = compared(tmp_path, "base", "kin", "stranger")
+    kin, stranger = (
+        row_by_both(source, formats.open_checkpoint(tmp_path / name, True)) for name in ("kin", "stranger")
+    )
     assert kin["verdict"] == "same birth" and kin["body_z"] >= 30 and kin["units_share"] >= 0.95
     assert stranger["verdict"] == "no evidence" and abs(stranger["body_z"]) < 4
     assert stranger["units_found"] <= 8
@@ -110,12 +105,11 @@ def test_a_shuffled_mlp_with_gains_is_found(name, tmp_path):
         models = [getattr(transformers, name).from_pretrained(tmp_path / kind) for kind in ("base", "child")]
         logits = [model(tokens).logits for model in models]
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)  # float32 sums in another order
-    (child,) = compared(tmp_path, "base", "child")
+    child = row_by_both(source, formats.open_checkpoint(tmp_path / "child", True))
     assert child["units_share"] == 1
 
 
 def test_children_and_strangers_of_the_sweep():
-    """A table narrower than the stream, one layer for all."""
     from architectures_sweep import verdicts  # which reads this file
 
     for kind, (right, given, sentence) in verdicts("AlbertForMaskedLM").items():

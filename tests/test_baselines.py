@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-import torch
 from conftest import KINDS, random_model
 
 from model import Transformer
@@ -12,15 +11,9 @@ from sources.inputs import random_tokens
 TOKENS = random_tokens(0, range(40), 12, 97)
 
 
-@pytest.fixture(autouse=True)
-def no_gradients():
-    with torch.no_grad():
-        yield
-
-
 @pytest.fixture(params=["llama_gqa", "qwen2", "gpt2"])
 def models(request) -> list[Transformer]:
-    return [random_model(KINDS[request.param], seed) for seed in (1, 2)]
+    return [random_model(KINDS[request.param], seed).requires_grad_(False) for seed in (1, 2)]
 
 
 def weights_of(model) -> dict[str, np.ndarray]:
@@ -40,7 +33,6 @@ def test_intrinsic(models):
 
 
 def flat(model) -> np.ndarray:
-    """All parameters in a row, but for embeddings and head."""
     weights = weights_of(model)
     return np.concatenate([w.ravel() for n, w in weights.items() if "embed" not in n and "lm_head" not in n])
 
@@ -76,7 +68,6 @@ def test_similarities_of_weights(models):
 
 
 def gram_cka(x: np.ndarray, y: np.ndarray) -> float:
-    """CKA by centred Gram matrices: <K, L> / |K| |L|."""
     centring = np.eye(len(x)) - 1 / len(x)
     K = centring @ x @ x.T @ centring
     L = centring @ y @ y.T @ centring

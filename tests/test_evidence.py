@@ -8,10 +8,10 @@ import pytest
 import scipy.stats
 import torch
 from conftest import KINDS
-from kin import judged, row_by_both
+from kin import judged
 
 from lineage import evidence
-from lineage.judge import ALIKE_R, INCONCLUSIVE, NO_EVIDENCE, SAME_BIRTH
+from lineage.judge import ALIKE_R, NO_EVIDENCE, SAME_BIRTH
 from lineage.layout import Stack, find_stacks
 from reproduce.disguise import as_source, disguised, weights_of
 from reproduce.robustness import cut, noised
@@ -26,7 +26,6 @@ def find(source) -> Stack:
 
 
 def test_layers_that_begin_alike():
-    """In whatever order; of the largest matrix of the last layer the first number differs."""
     weights = weights_of(BASE)
     weights["model.layers.2.mlp.down_proj.weight"][0, 0] += 1
     nearly = as_source(weights, CONFIG)
@@ -58,7 +57,6 @@ def test_agreement_is_that_of_all_permutations():
 
 
 def test_a_look_tells_children_from_strangers():
-    """In each layer; copied attention beside other MLPs is no layer of the base's, and a table tells none."""
     weights, other = weights_of(BASE), weights_of(Newborn(CONFIG, 2))
     table = {name: weight for name, weight in weights.items() if "layers" not in name}
     attention = {name: weight for name, weight in weights.items() if "attn" in name}
@@ -111,18 +109,3 @@ def test_what_every_birth_has_is_no_kinship(change):
     assert judged(base, trained)[0] == judged(trained, base)[0] == SAME_BIRTH
     assert judged(base, disguised(trained))[0] != NO_EVIDENCE
     assert judged(stranger, trained)[0] == NO_EVIDENCE
-
-
-def test_numbers_of_a_row_are_of_one_test():
-    layer = {name: w for name, w in weights_of(noised(BASE, 2.0)).items() if "layers.1." in name}
-    one_layer = weights_of(Newborn(CONFIG, 2)) | layer
-    for weights, verdict in ((one_layer, INCONCLUSIVE), (weights_of(noised(BASE, 2.0)), SAME_BIRTH)):
-        suspect = as_source(weights, CONFIG)
-        row = row_by_both(BASE, suspect)
-        assert row["verdict"] == verdict, row["sentence"]
-        body = evidence.look(find(BASE), find(suspect))[0]["body"]
-        for key in ("r", "z", "log10_p"):
-            assert row[f"body_{key}"] == body[{"r": "matched"}.get(key, key)]
-        searches = 4  # three layers, and all together
-        log10_p = scipy.stats.norm.logsf(body["z"]) / np.log(10) + np.log10(searches)
-        assert body["log10_p"] == pytest.approx(log10_p) and body["matched"] > 0.1

@@ -1,8 +1,6 @@
 """strangers/gguf.py and tokenizer.json beside `transformers` and `tokenizers`; what is refused of files."""
 
-import importlib.util
 import struct
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -42,7 +40,6 @@ TEXT = (ROOT / "README.md").read_text() + " 1234 and 5 < 67\n\ta  b\r\n"
 
 @pytest.fixture(scope="module")
 def coder():
-    """With SmolLM's pre-tokenizer."""
     coder = trained_bpe(TEXT, 400)
     digits = pre_tokenizers.Digits(True)
     coder.pre_tokenizer = pre_tokenizers.Sequence([digits, coder.pre_tokenizer])
@@ -140,7 +137,6 @@ def test_models_of_transformers_run_as_they_are(family, tmp_path):
 
 
 def test_a_part_is_that_of_the_whole_and_no_more_is_read(tiny, monkeypatch):
-    """Packed or not, and where rows of heads, 8 each, stand in pairs."""
     source = formats.open_spec(checkpoint.parse_spec(str(tiny[1])), True)
     read = ranges.read
     sizes = []
@@ -157,7 +153,6 @@ def test_a_part_is_that_of_the_whole_and_no_more_is_read(tiny, monkeypatch):
 
 
 def test_transformers_reads_the_same(tiny):
-    """`transformers` undoes the order of q and k in its own way. (Its models would want `accelerate`.)"""
     model, path = tiny
     config = transformers.LlamaConfig(**checkpoint.config_json(model.config))
     reference = transformers.LlamaForCausalLM(config)
@@ -169,7 +164,6 @@ def test_transformers_reads_the_same(tiny):
 
 
 def test_other_architectures_are_compared_only(tmp_path):
-    """Gemma 2, whose names are as Hugging Face has them."""
     model = random_model(ModelConfig(97, 64, 1, 2, 32, 64, tie_embeddings=True))
     more = ["blk.0.ffn_norm.weight", "blk.0.post_ffw_norm.weight"]
     path = write(tmp_path / "b.gguf", "gemma2", model, more=more)
@@ -234,7 +228,6 @@ def test_every_kind_of_numbers_is_unpacked_or_refused(tmp_path):
 
 
 def test_a_tokenizer_json(coder, tmp_path):
-    """Its truncation is not heeded; BOS is what it puts before a text, whatever a config beside it says."""
     path = tmp_path / "tokenizer.json"
     whole = coder.encode(TEXT).ids
     coder = tokenizers.Tokenizer.from_str(coder.to_str())
@@ -306,12 +299,3 @@ def test_hostile_files_and_files_cut_anywhere_are_refused(tiny, tmp_path):
         path.write_bytes(content)
         with pytest.raises(UserError, match="a.gguf"):
             formats.open_gguf(path)
-
-
-def test_without_the_packages(tiny, monkeypatch):
-    formats.open_gguf.cache_clear()
-    monkeypatch.setitem(sys.modules, "gguf", None)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    for name in (tiny[1], "smollm2"):
-        with pytest.raises(UserError, match="pip install"):
-            checkpoint.load(name)

@@ -48,7 +48,6 @@ def fields_of(coder: tokenizers.Tokenizer, pre: str) -> dict:
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, **fields) -> None:
-    """Token 1 is BOS."""
     for key, value in fields.items():
         add = writer.add_array if isinstance(value, list) else writer.add_string
         add(f"tokenizer.ggml.{key}", value)

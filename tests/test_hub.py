@@ -26,7 +26,6 @@ BESIDE = {"config.json", "tokenizer.txt"}
 
 
 def repositories(folder: Path) -> tuple[dict, torch.nn.Module]:
-    """A model's files in several formats, by the name of a repository; and the model."""
     model = random_model(KINDS["llama"])
     checkpoint.save(folder, model)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
@@ -81,7 +80,6 @@ def logits(name: str) -> torch.Tensor:
 
 
 def fetched(server) -> list[str]:
-    """The files that were asked for, in order, since the last call."""
     paths = [path for command, path in server.requests if command == "GET" and "/resolve/" in path]
     server.requests.clear()
     return [path.split("/", 5)[5] for path in paths]
@@ -202,7 +200,6 @@ def looks(source) -> list:
 
 
 def read(name, parts, wholes=()) -> dict:
-    """Parts of a model, and the whole of some tensors, as lineage asks for them."""
     source = open_spec(checkpoint.parse_spec(str(name), in_parts=True), True)
     found = {}
     for wanted in (parts or looks(source), [(name, ()) for name in wholes]):
@@ -240,7 +237,6 @@ def test_what_is_read_is_fetched_once_and_kept(base, tmp_path, capsys, monkeypat
 
 
 def test_a_download_that_breaks_leaves_nothing_false(base, tmp_path):
-    """The Hub answers a few requests, then none: what is there is right; the next run fetches the rest."""
     content = base.repositories["org/base"]["model.safetensors"]
     base.repositories["org/base"]["model.safetensors"] = Broken(content)
     with pytest.raises(UserError, match="cannot fetch more of org/base.* The same command takes it up"):
@@ -255,8 +251,6 @@ def test_a_download_that_breaks_leaves_nothing_false(base, tmp_path):
 
 
 class Broken(bytes):
-    """The content of a file of which a server sends a few parts."""
-
     parts = 4
 
     def __getitem__(self, part):

@@ -32,23 +32,6 @@ def test_of_a_model_without_layers_nothing_is_said(case):
     assert judged(weights, weights_of(BASE))[0] == judged(weights, weights)[0] == INCONCLUSIVE
 
 
-def block(prefix: str, width: int, units: int) -> list:
-    shapes = {"up": (units, width), "down": (width, units), "o": (width, width)}
-    return [(f"{prefix}.{name}", shape) for name, shape in shapes.items()]
-
-
-def test_the_outermost_number_counts_layers():
-    """Inner ones are experts; where layers are called so, a number before theirs counts models."""
-    experts = [each for i in (0, 1, 2) for e in range(4) for each in block(f"m.{i}.moe.{e}", 8, 12)]
-    (run,) = layout.runs_of({name: shape for name, shape in experts})
-    assert (run.prefix, run.width, len(run.layers)) == ("m.", 8, 3)
-    models = dict(each for m in (0, 1) for i in (0, 1, 2) for each in block(f"models.{m}.layers.{i}", 8, 12))
-    assert [run.prefix for run in layout.runs_of(models)] == ["models.0.layers.", "models.1.layers."]
-    one = [dict(block(name, 8, 12)) for name in ("layers.0", "thing.0", "thing")]
-    assert [len(layout.runs_of(tensors)) for tensors in one] == [1, 1, 1]
-    assert not layout.runs_of({f"emb.{i}.weight": (300, 8) for i in range(4)})  # codebooks
-
-
 # ---- parts -------------------------------------------------------------------------------------------------
 
 
@@ -103,16 +86,16 @@ def beside(place: str, language: dict, seed: int) -> dict:
 
 
 def generator(language: dict, seed: int) -> dict:
-    """As an image generator's, as large as the language model."""
     text = {f"text.{name}": weight for name, weight in language.items()}
     return text | layers_of(seed, "image.") | {"image.patch.weight": drawn(1, 64, 3, 4, 4)}
 
 
-def of_t5(names: tuple, language: dict, seed: int) -> dict:
-    """An encoder and a decoder on one embedding matrix, under one name or several."""
+def of_t5(language: dict, seed: int) -> dict:
+    """An encoder and a decoder on one embedding matrix, under several names."""
     table = language["model.embed_tokens.weight"]
     decoder = {name.replace(LAYER, "decoder.block."): w for name, w in language.items() if LAYER in name}
     cross = {f"decoder.block.{n}.cross_attn.q_proj.weight": drawn(9 * seed + n, 64, 64) for n in range(3)}
+    names = ("shared", "encoder.embed_tokens", "decoder.embed_tokens")
     tables = {"lm_head.weight": language["lm_head.weight"]} | {f"{name}.weight": table for name in names}
     return layers_of(seed, "encoder.block.") | decoder | cross | tables
 
@@ -129,14 +112,13 @@ def of_music_gen(language: dict, seed: int) -> dict:
 DOUBTFUL = {
     "text encoder": partial(beside, "text_encoder.body."),
     "generator": generator,
-    "T5": partial(of_t5, ("shared", "encoder.embed_tokens", "decoder.embed_tokens")),
+    "T5": of_t5,
     "MusicGen": of_music_gen,
 }
 
 
 @pytest.mark.parametrize("case", DOUBTFUL)
 def test_a_part_that_may_be_the_language_model_must_agree(case):
-    """Where one of two stacks is the base's, and the other is not, both are named."""
     base = DOUBTFUL[case](weights_of(BASE), 7)
     verdicts = {}
     for who, source in (("child", NOISED), ("stranger", STRANGER)):
@@ -149,7 +131,6 @@ def test_a_part_that_may_be_the_language_model_must_agree(case):
 
 
 def test_a_bare_encoder_and_what_contains_it():
-    """Of two bare encoders each is the model; beside a language model it is a part."""
     bare = tower(1, "")
     inside, without = weights_of(STRANGER) | tower(1, "vpm."), weights_of(STRANGER)
     assert "its `vpm.encoder.layers.*` begins bit for bit" in judged(bare, inside)[1]
@@ -334,7 +315,6 @@ def test_a_rank_is_not_a_neuron(case):
 
 
 def with_experts(weights: dict, seed: int) -> dict:
-    """A stack of three experts in each layer, beside its plain MLP, as GraniteMoeShared's."""
     others = changed(weights, {".mlp.": ".shared_mlp."})
     for layer in range(3):
         moe = f"{LAYER}{layer}.block_sparse_moe."
@@ -358,10 +338,7 @@ def test_a_plain_mlp_beside_experts():
 
 @pytest.mark.parametrize("size", [16, 64, 96])
 def test_lookup_tables_in_layers(size):
-    """As of n-grams, beside attention: they have most numbers, but the stream is read and written.
-
-    Those of 96 numbers are as wide as MLPs, whose units are read and written, too.
-    """
+    """As of n-grams; those of 96 numbers are as wide as MLPs, whose units are read and written, too."""
 
     def with_tables(source, seed: int) -> dict:
         weights = weights_of(source)

@@ -4,7 +4,6 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
 from conftest import ROOT, run_here
 
 from init import newborn
@@ -18,17 +17,12 @@ CONFIG = ModelConfig(400, 128, 5, 2, 32, 48)
 TEXT = str(ROOT / "model.py")
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory):
-    """A base with a tokenizer, and the single file of a wider model that it never met."""
-    root = tmp_path_factory.mktemp("models")
+def test_children_are_found_and_strangers_are_not(tmp_path):
+    """Of a base with a tokenizer, and the single file of a wider model that it never met."""
     tokenizer = load_tokenizer("bpe:400", [Path(TEXT).read_text()])
-    checkpoint.save(root / "base", newborn(CONFIG, 1), tokenizer=tokenizer)
-    checkpoint.save(root / "other", newborn(replace(CONFIG, d_model=48, num_layers=3), 2))
-    return root / "base", root / "other" / "model.safetensors"
-
-
-def test_children_are_found_and_strangers_are_not(models, tmp_path):
+    checkpoint.save(tmp_path / "base", newborn(CONFIG, 1), tokenizer=tokenizer)
+    checkpoint.save(tmp_path / "other", newborn(replace(CONFIG, d_model=48, num_layers=3), 2))
+    models = [tmp_path / "base", tmp_path / "other" / "model.safetensors"]
     done = run_here("reproduce.robustness", *models, "--text", TEXT, "--steps", 15, "--out", tmp_path)
     assert done.returncode == 0, done.stderr
     result = read_json(tmp_path / "robustness.json")

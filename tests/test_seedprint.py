@@ -86,7 +86,6 @@ def test_compare_knows_kin_from_strangers(compared):
 
 
 def test_a_suspect_that_cannot_be_read_costs_the_others_nothing(family, tmp_path):
-    """Its row says why; the exit status is 2. If none is read, nothing is written."""
     disguise.save(tmp_path / "cut", Newborn(CONFIG, 1))
     file = tmp_path / "cut" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:9000])
@@ -117,16 +116,14 @@ def test_matrix(family, compared, tmp_path):
 
 def test_matrix_of_what_has_no_layers(family, tmp_path):
     """Its rows are inconclusive, its closeness is none; equal layers without a distance are close."""
-    weights = {"embed_tokens.weight": Newborn(CONFIG, 1).read("model.embed_tokens.weight")}
-    safetensors.torch.save_file(weights, tmp_path / "table.safetensors")
     weights = disguise.weights_of(Newborn(CONFIG, 1))
-    others = {name.replace("model.layers.", "cells."): w for name, w in weights.items() if "layers" in name}
-    safetensors.torch.save_file(others, tmp_path / "layers.safetensors")
-    models = [family / "base", tmp_path / "table.safetensors", tmp_path / "layers.safetensors"]
-    done = run_here("seedprint", "matrix", *models, "--out", tmp_path)
-    assert done.returncode == 0 and (tmp_path / "matrix.png").exists(), done.stderr
-    verdicts = [row["verdict"] for row in read_json(tmp_path / "matrix.json")["rows"]]
-    assert verdicts == ["inconclusive", "same birth", "inconclusive"]
+    table = {"embed_tokens.weight": weights["model.embed_tokens.weight"]}
+    layers = {name.replace("model.layers.", "cells."): w for name, w in weights.items() if "layers" in name}
+    for name, tensors in (("table", table), ("layers", layers)):
+        safetensors.torch.save_file(tensors, tmp_path / f"{name}.safetensors")
+    names = [family / "base", tmp_path / "table.safetensors", tmp_path / "layers.safetensors"]
+    result, _ = run("matrix", *names, out=tmp_path)
+    assert [row["verdict"] for row in result["rows"]] == ["inconclusive", "same birth", "inconclusive"]
     row = {"verdict": "same birth", "distance": None, "r": None}
     assert kinship(row) == 1 and kinship(row | {"verdict": "inconclusive"}) == 0
     assert kinship(row | {"r": 0.7}) == 0.7 and kinship(row | {"distance": 0.1, "r": 0.7}) == 0.9
@@ -183,7 +180,6 @@ STEPS = {0: 0.0, 1: 0.1, 20: 0.5}  # noise of each
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """Two runs, each a little further from its birth at every checkpoint; and one that has only a birth."""
     root = tmp_path_factory.mktemp("runs")
     for name, seed, steps in (("a", 1, STEPS), ("b", 2, {0: 0.0, 15: 3.0}), ("one", 1, {0: 0.0})):
         for step, size in steps.items():
@@ -245,7 +241,6 @@ def test_units_of_two_widths_can_be_compared(family, tmp_path):
 
 
 def test_a_figure_that_fails_costs_no_result(family, tmp_path, monkeypatch):
-    """As on a full disk: the JSON is written before."""
     monkeypatch.setattr("lineage.compare.lineage_figure", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("compare", family / "base", family / "child", out=tmp_path)
