@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -27,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from ranks import processes
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
 import init
 from lib import settings
@@ -66,8 +68,6 @@ def make_templates(root: Path, names: set[str]) -> None:
         train = MODULES["train"]
         train.train(train.Settings(**TRAINING, data=str(root / "data"), out=str(root / "run")))
     if "stranger" in names:
-        from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
-
         sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
         GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=500, **sizes)).save_pretrained(root / "stranger")
         shutil.copy(root / "checkpoint/tokenizer.model", root / "stranger")
@@ -98,12 +98,7 @@ def cut(raw: bytearray) -> bytearray:
 CODE = {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}}
 FOLDERS = [  # the script and its words, what is copied, its damage; False: it is not surely a mistake
     (COMPARE, "checkpoint", "config.json a pipe", piped("config.json")),
-    (
-        COMPARE,
-        "checkpoint",
-        "a header without end",
-        changed("model.safetensors", lambda raw: b"\xff" * 8 + raw[8:]),
-    ),
+    (COMPARE, "checkpoint", "endless header", changed("model.safetensors", lambda raw: b"\xff" * 8 + raw)),
     (COMPARE, "checkpoint", "a path of code", with_json("config.json", auto_map={"M": "evil.py"}), False),
     (PROBE, "checkpoint", "weights cut", changed("model.safetensors", cut)),
     (RATE, "stranger", "a path of code", with_json("config.json", **CODE), False),
@@ -131,7 +126,8 @@ sources.data bad.jsonl
 def live(words: str, place: Path) -> None:
     """Run a command in this process, watched; what is forbidden is written to the file `forbidden`."""
     os.chdir(place)
-    signal.alarm(SECONDS)
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+    signal.alarm(3 * SECONDS)  # of a busy machine
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.stdout = open(1, "w", closefd=False)

@@ -222,7 +222,7 @@ MANY = partial(with_tensors, decoys("a.embed_tokens", 300, 30), {})
 HIDDEN = SURE | {"turned": (INCONCLUSIVE,), "stranger": (INCONCLUSIVE,)}
 LAYOUTS |= {  # where neurons cannot tell
     "views alike": (CONFIG, alike, SURE | {"stranger": (INCONCLUSIVE,)}),
-    "dead units": (CONFIG, dead, HIDDEN),
+    "dead units": (CONFIG, dead, dict.fromkeys(RIGHT, (INCONCLUSIVE,))),
     "many decoys": (CONFIG, MANY, HIDDEN),
     "MLPs called attention": (CONFIG, {"mlp.": "self_attn."}, HIDDEN),
     "a narrow table": (CONFIG, NARROW, HIDDEN),
