@@ -3,14 +3,12 @@
     python tests/kill_training.py            # SIGKILL at each of some 200 moments, of one process and of two
     python tests/kill_training.py 5          # at five of them, evenly spread, of two processes
 
-A moment is one at which the (first) process opens, renames or removes a file of its run: Python announces
-each (PEP 578), and the process kills itself there. So no clock decides what is tested. After the first kill
-the run is resumed and killed again, then resumed to its end. All that its files hold must come out the same,
-to the last bit, but for PASSING in metrics.jsonl; and no other file may be left.
+The (first) process kills itself where it opens, renames or removes a file of its run, which Python announces
+(PEP 578). The run is resumed and killed again, then resumed to its end: all that its files hold must come out
+the same, to the last bit, but for PASSING in metrics.jsonl; and no other file may be left.
 
-Then SIGTERM is sent at each of STAGES, twice and to the whole process group, as `timeout` does it: to both
-ranks, and to those that compile for them. All must end with status 0 before the last step; resumed, the run
-must come out the same. With a number this is done at one stage, by processes that do not compile.
+Then SIGTERM is sent at each of STAGES, twice and to the whole process group, as `timeout` does it. All must
+end with status 0 before the last step; resumed, the run must come out the same.
 """
 
 import itertools

@@ -1,6 +1,5 @@
 """What goes in comes out, nothing looks done that is not, and batches are functions of their number."""
 
-import hashlib
 import json
 import os
 import shutil
@@ -127,13 +126,6 @@ def test_a_folder_means_all_text_in_it(tmp_path):
     assert sorted(texts(f"{folder}/**")) == sorted(texts(folder))  # a folder, and what is in it, once
 
 
-def test_packages():
-    """In one order everywhere; without long files, and without what tells one build from another."""
-    names = [str(file).rpartition("site-packages/")[2] for file in data.package_files()]
-    assert names == sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
-    assert "torch/nn/modules/linear.py" in names and "torch/version.py" not in names
-
-
 def test_python_and_its_docstrings(tmp_path, monkeypatch):
     code = '"""Module."""\nclass A:\n    """Class."""\n    def f(self):\n        """Method."""\n'
     files = {"ast.py": code, "json/x.py": "def broken(:", "x.py": "\0?", "site-packages/torch.py": "pass"}
@@ -231,14 +223,6 @@ def test_mistakes_are_told_and_leave_nothing(tmp_path, name, content, more, expe
     result = run_here("sources.data", tmp_path / name, *more, "--out", tmp_path / "out")
     assert_refused(result, expected)
     assert os.listdir(tmp_path) == [name]
-
-
-def test_default_folders(tmp_path):
-    assert data.default_folder(("python",), "bpe:4096") == Path("data/python-bpe_4096")
-    for source in ("books/*.txt", "books/?.txt", "../books", "/", "~/" + "x" * 300):
-        folder = data.default_folder((source,), "bytes")
-        assert folder.parent == Path("data") and not folder.name.startswith(".")
-        (tmp_path / folder.name).mkdir()  # a file system takes it, and no other source has it
 
 
 def test_command_line_and_killed_preparation(corpus, tmp_path):

@@ -16,7 +16,6 @@ import train
 from init import newborn
 from lib.files import read_json
 from lib.settings import UserError, read_command
-from measure.units import observe
 from reproduce import lineage, runs, text
 from sources import checkpoint, data
 from sources.runs import read_rows
@@ -90,7 +89,7 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
     assert rows[2].items() >= {key: expected[key] for key in ("paper_mean_tau", "paper_t_p")}.items()
 
 
-def test_text_and_birth(quick, monkeypatch):
+def test_text(quick, monkeypatch):
     small = replace(model.PRESETS["text_sink"], vocab_size=257, num_layers=2)
     monkeypatch.setitem(model.PRESETS, "text_sink", small)
     folders = [str(quick(f"runs/text/{kind}-42")) for kind in ("none", "attenuate")]
@@ -108,13 +107,6 @@ def test_text_and_birth(quick, monkeypatch):
     loss = train.mean_loss(checkpoint.load(folders[1]), *windows, 9, torch.device("cpu"), torch.float32)
     assert ours["text_loss"] == pytest.approx(loss, rel=1e-5)  # float32 sums
     assert ours["mean_loss"] == np.mean([row["val_loss"] for row in log if row["step"] and "val_loss" in row])
-    found = text.birth(replace(named, runs=("runs/text/none-42",)))
-    assert {row["step"] for row in found["rows"]} == {0, 1, 2}
-    windows = data.TokenData(tokens.folder).held_out(100, 64)[0]
-    windows[:, 0] = 256
-    activity = observe(checkpoint.load(checkpoint.steps("runs/text/none-42")[-1]), windows)
-    builders = [(row["layer"], row["unit"]) for row in found["builders"]]
-    assert builders == activity.builders(activity.peak, len(builders))
 
 
 def test_what_is_noted_is_shown(tmp_path):

