@@ -6,9 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import KINDS, random_model
-from test_attention import explicit
-from test_attention import mean_of_queries as alpha_of
-from test_sinks import NEAR, contributions_of, disparity_of, given, observe, saved
+from test_sinks import NEAR, alpha_of, contributions_of, disparity_of, explicit, given, observe, saved
 
 import sinks
 from lib import runtime

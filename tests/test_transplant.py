@@ -14,8 +14,7 @@ import transformers
 from architectures import build
 from conftest import KINDS, ROOT, assert_refused, random_model, run_here, save_byte_tokenizer
 from safetensors import safe_open
-from test_attention import explicit, mean_of_queries
-from test_sinks import NEAR, saved
+from test_sinks import NEAR, alpha_of, explicit, saved
 
 import sinks
 from lib.random import random_tokens
@@ -137,10 +136,13 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
     activity = observe(model, tokens)
     builder = activity.builders(activity.peak, 1)[0]
     of_bos = attention.with_constants(model, attention.constants_at(model, tokens))
-    for case in (Case("unchanged", model, bos), Case("moved", of_bos)):
-        expected, *_ = effects(case, text, builder)
-        assert {name: rows[case.kind][name] for name in expected} == pytest.approx(expected, rel=1e-5)
-    first = mean_of_queries(explicit(model, tokens), 1)
+    for kind, measured, reading, before in (
+        ("unchanged", model, tokens, 1),
+        ("moved", of_bos, text, 0),
+    ):
+        expected, *_ = effects(measured, reading, builder, before)
+        assert {name: rows[kind][name] for name in expected} == pytest.approx(expected, rel=1e-5)  # float32
+    first = alpha_of(explicit(model, tokens), 1)
     as_it_is, _, to_constant = [torch.tensor(heads["alpha"]) for heads in lists["heads"]]  # (L, H) each
     torch.testing.assert_close(as_it_is, first.mean(0).float(), atol=NEAR, rtol=0)
     assert to_constant.mean() == pytest.approx(rows["moved"]["constant_alpha"], abs=NEAR)
