@@ -21,7 +21,6 @@ from model import ModelConfig, Transformer
 ROOT = Path(__file__).parent.parent
 LINES = Path(argparse.__file__).read_text("utf-8").splitlines(keepends=True)
 TEXTS = [f"# {i}: café ☕\n" + "".join(LINES[4 * i : 4 * i + 4]) for i in range(400)]
-LEFT_OUT = ("tests", "configs", "answers", "solutions")
 SMALL = dict(vocab_size=97, context_length=700, num_layers=3, num_heads=4, d_model=32, d_ff=48)
 KINDS = {
     "llama": ModelConfig(**SMALL),
@@ -32,21 +31,6 @@ KINDS = {
 }
 
 DRAWN = set()  # names of figures
-
-
-def python_files() -> list[Path]:
-    """All Python of the project, but for tests, configs, answers, solutions, and what is hidden."""
-    files = []
-    for path in sorted(ROOT.rglob("*.py")):
-        parts = path.relative_to(ROOT).parts
-        if not any(part in LEFT_OUT or part.startswith(".") for part in parts):
-            files.append(path)
-    return files
-
-
-def module_name(path: Path) -> str:
-    """The name by which a file is imported: sources/data.py is sources.data."""
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -82,7 +66,7 @@ def save_byte_tokenizer(folder: Path, *special: str) -> None:
 
 @pytest.fixture(autouse=True)
 def figures_are_drawn_once(request, monkeypatch):
-    """Each figure is drawn for the first test that asks for it, in half a second; later files are empty."""
+    """A figure, which takes half a second, is drawn for the first test that asks; later files are empty."""
     from matplotlib.figure import Figure  # here, as xdist's first process needs none of it
 
     save = Figure.savefig
@@ -113,10 +97,7 @@ def run_script(*arguments, env: dict | None = None) -> subprocess.CompletedProce
 
 
 def run_here(script: str, *words) -> subprocess.CompletedProcess:
-    """As `run_script("probe.py")`, but in this process, which has imported torch: for many refusals.
-
-    `script` is a module: "probe" or "probe.py", "sources.data", "reproduce.errors".
-    """
+    """As `run_script`, but in this process; `script` is a module: "probe", "probe.py" or "sources.data"."""
     module = importlib.import_module(script.removesuffix(".py"))
     arguments = [module.__file__, *map(str, words)]
     out = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")  # has `reconfigure`, as stdout has

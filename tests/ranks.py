@@ -1,13 +1,11 @@
-"""Commands under `torchrun`, without the seconds that it and each of its ranks take to import torch.
+"""A command under `torchrun`, without the seconds that it and each of its ranks take to import torch.
 
-    python tests/ranks.py train.py CONFIG.py -- train.py OTHER.py
+    python tests/ranks.py train.py CONFIG.py
 
-Two ranks of each command, one command after another, forked from a process that has imported their scripts.
-What each rank ended with is the last line of stderr that a command leaves: `ended with [0, 0]`.
+Two ranks, forked from a process that has imported the script. stderr ends with their statuses.
 """
 
 import importlib
-import itertools
 import multiprocessing
 import os
 import socket
@@ -43,18 +41,16 @@ def run(rank: int, port: int, module, words: list[str]) -> None:
 
 
 def main() -> None:
-    """Run the commands of the command line."""
-    groups = itertools.groupby(sys.argv[1:], lambda word: word == "--")
-    commands = [list(words) for is_end, words in groups if not is_end]
-    modules = [importlib.import_module(script.removesuffix(".py")) for script, *_ in commands]
-    for module, (_, *words) in zip(modules, commands):
-        port = free_port()
-        ranks = [processes.Process(target=run, args=(rank, port, module, words)) for rank in (0, 1)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-        print(f"ended with {[process.exitcode for process in ranks]}", file=sys.stderr, flush=True)
+    """Run the command of the command line."""
+    script, *words = sys.argv[1:]
+    module = importlib.import_module(script.removesuffix(".py"))
+    port = free_port()
+    ranks = [processes.Process(target=run, args=(rank, port, module, words)) for rank in (0, 1)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    print(f"ended with {[process.exitcode for process in ranks]}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,11 @@ from types import SimpleNamespace
 import kill_training
 import pytest
 import sentencepiece
-import tokenizers
 import torch
 import torch.nn.functional as F
 import transformers
 from conftest import KINDS, ROOT, TEXTS, assert_refused, run_here, save_byte_tokenizer
 from test_gguf_tokenizers import load_converted, write
-from tokenizers import models
 from torch import nn
 
 import init
@@ -339,11 +337,3 @@ def test_the_line_that_converts_tables_does(tmp_path, monkeypatch):
     line = refused.stderr.strip().split(": ")[-1].replace("python ", f"{sys.executable} ", 1)
     subprocess.run(line, shell=True, check=True, capture_output=True)
     assert [text for text, _ in data.pieces(data.places_of(["text.jsonl"]))] == TEXTS[:9]
-
-
-def test_a_text_that_a_tokenizer_has_no_token_for_is_no_damaged_file(tmp_path):
-    model = models.WordLevel({"a": 0, "b": 1}, unk_token="?")  # which it has not
-    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
-    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match="cannot encode this text: [^;]*UNK[^;]*$"):  # and no "; if damaged"
-        tokenizer.encode(["c"])

@@ -4,13 +4,14 @@ import ast
 import re
 
 import pytest
-from conftest import ROOT, module_name, python_files
+from conftest import ROOT
 
 from lib.files import read_json
 from lib.results import print_rows
 from reproduce.__main__ import RESULTS
 
 ROOMS = ("lib", "sources", "measure", "strangers", "lineage", "reproduce", "lesson")
+LEFT_OUT = ("tests", "configs", "answers", "solutions")
 SCRIPTS = ["contraction", "init", "model", "probe", "seedprint", "sinks", "train"]
 # Floors from below: a file imports from floors below its own alone. On the last are files that may import
 # each other, without a circle.
@@ -25,7 +26,12 @@ lib.settings lib.kernels / lib.files lib.runtime lib.random / lib.results lib.fi
 / contraction train / reproduce / lesson
 """.split("/")
 UPWARD = ("sources.checkpoint", "strangers.names")  # where a name is no model of ours
-FILES = {module_name(path): path for path in python_files() if path.name != "__init__.py"}
+FILES = {}  # by a module's name
+for path in sorted(ROOT.rglob("*.py")):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    is_ours = not any(part in LEFT_OUT or part.startswith(".") for part in parts)
+    if is_ours and path.name != "__init__.py":
+        FILES[".".join(parts)] = path
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
 

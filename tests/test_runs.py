@@ -1,4 +1,4 @@
-"""reproduce/runs.py, text.py, lineage.py: runs of two steps on letters, and rows as each method has them."""
+"""reproduce/: runs of two steps, rows as each method has them, verdicts of rows made by hand, and speed."""
 
 import shlex
 from dataclasses import replace
@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ROOT, assert_refused, run_here
 
 import model
@@ -16,7 +17,8 @@ import train
 from init import newborn
 from lib.files import read_json
 from lib.settings import UserError, read_command
-from reproduce import lineage, runs, text
+from model import ModelConfig, Transformer
+from reproduce import bench, claims, lineage, runs, text
 from sources import checkpoint, data
 from sources.runs import read_rows
 
@@ -40,13 +42,6 @@ def quick(tmp_path, monkeypatch, quick_training):
         return train.train(replace(settings, **TWO_STEPS))
 
     return trained
-
-
-def test_every_run_is_one_that_train_knows(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for folder, words in runs.RUNS.items():
-        _, settings, _ = read_command(train.COMMANDS, [*shlex.split(words), "--out", folder], train.__doc__)
-        assert settings.out == folder and settings.init_from in (None, *runs.RUNS)
 
 
 @pytest.mark.parametrize("reached, is_well", [(5, True), (3, True), (5, False)])
@@ -122,3 +117,106 @@ def test_half_of_the_way():
     """The step from which on a link stays beyond half of its way, up or down."""
     steps = [{"step": step, "up": up, "down": -up} for step, up in ((0, 1), (1, 4), (2, 2), (4, 4), (8, 5))]
     assert text.half_way(steps, "up") == text.half_way(steps, "down") == 4
+
+
+HOLDS, FAILS, OPEN, NONE = "holds", "does not hold", "open", ""
+
+
+def rows_of(table: dict) -> list[dict]:
+    """The rows of a table of columns; a single value is every row's."""
+    length = max(np.size(values) for values in table.values())
+    columns = {name: np.resize(np.array(values, object), length).tolist() for name, values in table.items()}
+    return [dict(zip(columns, values)) for values in zip(*columns.values())]
+
+
+def test_one_rule_for_every_verdict():
+    assert claims.verdict([True, np.True_]) == HOLDS
+    assert claims.verdict([True, None, np.False_]) == FAILS
+    assert claims.verdict([True, None]) == OPEN
+    assert claims.verdict([]) == NONE
+    ends = [(0.1, 0.2), (-0.2, -0.1), (-0.1, 0.2), (0.0, 0.0), (float("nan"), float("nan"))]
+    assert [claims.above(*interval) for interval in ends] == [True, False, None, None, None]
+    assert [claims.below(*interval) for interval in ends] == [False, True, None, None, None]
+
+
+def calibrated(*first):
+    """Losses of the runs of two calibrations, of one seed each."""
+    names = ["amplify"] * len(first) + ["none"] * len(first)
+    losses = [*first, 2.0, 2.1, 2.05][: 2 * len(first)]
+    return dict(config="c", seed=[*range(len(first))] * 2, calibration=names, loss=losses)
+
+
+def by_seeds(theory, seeds):
+    return dict(mean_cosine=0.3, seed_std=0.02 * (seeds > 1), theory=[theory], num_seeds=seeds)
+
+
+PROBED = dict(ratio=3.0, log10_p=0.0)
+LENGTHS = dict(sequence_length=[16, 64], top1_count=[60, 5], num_sequences=500)
+VARIANTS = dict(variant=["full"] * 3 + ["mlp"] * 3, mean_cosine=[0.0, 0.1, 0.4, 0.1, 0.11, 0.12])
+SIZES = dict(variant=["mlp"] * 2 + ["full"] * 2, value=[0.05, 0.05, 0.1, 0.02])
+POSITIONS = dict(layer=[1, 2] * 3, position=[1, 1, 2, 2, 3, 3], ratio=[3.0, 4.0, 3.5, 4.5, 3.0, 4.2])
+JUDGED = [
+    (claims.beyond_chance, PROBED | dict(num_sequences=[1000]), (), OPEN),  # fewer sequences than the paper's
+    (claims.beyond_chance, PROBED | dict(num_sequences=[10_000]), (), FAILS),
+    (claims.grows_with_length, LENGTHS, (), FAILS),
+    (claims.own_favourites, dict(top1_token=[1, 1], log10_p=0.0), (), OPEN),
+    (claims.more_often, dict(hit=[True] * 3 + [False] * 5), ("hit", 2e-5), HOLDS),
+    (claims.more_often, dict(hit=[False] * 90_000), ("hit", 2e-4), FAILS),
+    (claims.widening, VARIANTS, (), FAILS),
+    (claims.ordered, SIZES, ("value", "variant", "full", "mlp"), FAILS),
+    (claims.within, by_seeds(0.4, 10), (), FAILS),
+    (claims.within, by_seeds(0.4, 2), (), HOLDS),  # Student's interval of two is wide
+    (claims.within, by_seeds(0.31, 1), (), OPEN),
+    (claims.decay, dict(std=[1, 1, 1, 1, 1, 1, 1.1]), (), FAILS),
+    (claims.decay, dict(std=[1, 0.7, 0.75, 0.8]), (), HOLDS),  # the octave of position 4 is not full
+    (claims.than_none, calibrated(3.0, 3.1, 3.0), ("amplify", "loss", claims.below), FAILS),
+    (claims.than_none, calibrated(1.0), ("amplify", "loss", claims.below), OPEN),
+    (claims.right_answers, dict(kin=[False, True], paper_t_p=[0.5, 1e-9], paper_u_p=0.005), (), FAILS),
+    (claims.right_answers, dict(kin=[False, True], paper_t_p=[0.5, 1e-9], paper_u_p=[0.2, 0]), (), HOLDS),
+    (claims.at_most, dict(pcs=[0.9], ics=0.2), (0.8, "pcs", "ics"), FAILS),
+    (claims.by_interval, dict(rate=[0.02], low=0.02, high=0.05), ("rate", claims.below, 0.01), FAILS),
+    (claims.by_interval, dict(rate=[0.2], low=-0.1, high=0.3), ("rate", claims.above), OPEN),
+    (claims.first_stands_out, POSITIONS, ("ratio",), FAILS),
+]
+
+
+@pytest.mark.parametrize(("judge", "table", "arguments", "expected"), JUDGED)
+def test_judges(judge, table, arguments, expected):
+    assert claims.verdict(judge(rows_of(table), *arguments)[1]) == expected
+
+
+def test_rows_are_selected_and_judged_apart():
+    stacks = []
+    for stack, sign in (("a", 1), ("b", -1)):
+        stacks += [dict(stack=stack, layer=n, mean_cosine=sign * n) for n in range(4)]
+    result = dict(rows=[], summary=stacks, settings=dict(seed=[1, 2]))
+    both = claims.Claim("item", "says", "", "name", claims.rises, part="summary", apart="stack")
+    text, verdict = both.read(result)
+    assert verdict == FAILS and "stack b: -1 to -3 at layer 1 to 3" in text  # 0 is the input
+    one = claims.Claim("item", "says", "", "name", claims.rises, part="summary", stack="a", layer=[1, 3])
+    assert one.read(result) == ("1 to 3 at layer 1 to 3", HOLDS)
+    assert claims.rows_where(result, "summary")[0]["num_seeds"] == 2  # known by the settings
+    lacking = claims.Claim("item", "says", "", "name", claims.rises, stack="a")
+    assert lacking.read(result) == ("not run here", NONE)
+
+
+TOKENS = torch.randint(97, (4, 17), generator=torch.Generator().manual_seed(0))
+
+
+def test_both_learn_the_same_windows(monkeypatch):
+    monkeypatch.setitem(model.PRESETS, "tiny_llama", ModelConfig(97, 64, 2, 2, 32, 48))
+    logits = bench.newborn("tiny_llama", 0)(TOKENS[:, :-1])
+    expected = F.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten()).item()
+    works = bench.training_steps("tiny_llama", TOKENS, torch.float32)
+    losses = [[work().item() for _ in range(3)] for work in works]
+    assert losses[0][0] == pytest.approx(expected, rel=1e-5)  # float32 sums of 64 losses
+    for first, _, third in losses:
+        assert third < first
+
+
+def test_transformers_model_has_the_same_parameters():
+    config = model.PRESETS["nano_llama"]
+    with torch.device("meta"):
+        models = Transformer(config), bench.transformers_model(config)
+    shapes = [{name: p.shape for name, p in one.named_parameters()} for one in models]
+    assert shapes[0] == shapes[1]

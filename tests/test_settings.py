@@ -102,24 +102,22 @@ def refusal(monkeypatch, capsys, *words, commands=COMMANDS) -> str:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["--step", 3], ["--step", "Perhaps you meant", "--steps INT"]),
-        (["--steps", 3, "late.py"], ["late.py"]),  # a config file comes before the flags
-        (["--steps", 0], ["Expected `int` >= 1 - at `$.steps`"]),
-        (["missing.py"], ["unknown config file 'missing.py'"]),
-        ("stepz = 3", ["did you mean steps"]),
-        ("steps = '3'", ["steps", "int", "str"]),
-        ("steps = 1 / 0", ["ZeroDivisionError: division by zero"]),
+        (["--step", 3], "--steps INT"),
+        (["--steps", 3, "late.py"], "late.py"),  # a config file comes before the flags
+        (["--steps", 0], "Expected `int` >= 1 - at `$.steps`"),
+        (["missing.py"], "unknown config file 'missing.py'"),
+        ("stepz = 3", "c.py"),
+        ("steps = '3'", "`int`"),
+        ("steps = 1 / 0", "ZeroDivisionError"),
     ],
 )
 def test_refusals(words, message, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if isinstance(words, str):
         (tmp_path / "c.py").write_text(words)
-        words, message = ["c.py"], [*message, "c.py"]
+        words = ["c.py"]
     commands = {**COMMANDS, "": Command(train, Settings(), begun)}
-    printed = plain(refusal(monkeypatch, capsys, *words, commands=commands))
-    for word in message:
-        assert word in printed
+    assert message in plain(refusal(monkeypatch, capsys, *words, commands=commands))
 
 
 def test_mistakes_are_one_line_and_faults_keep_their_traceback(monkeypatch, capsys):

@@ -120,11 +120,7 @@ def test_the_loop_against_a_plain_one(tokens, whole):
 
 
 def test_two_processes_and_then_one(tokens, tmp_path):
-    """Their losses are those of one process; the same command begins a run and goes on with it.
-
-    Of five sequences one rank has two micro-batches. Only one rank writes and speaks. Sums of float32
-    gradients in another order differ by 1e-7, which AdamW's steps let grow to 1e-5.
-    """
+    """Of five sequences one rank has two micro-batches. Only one rank writes and speaks."""
     changes = {"global_batch_size": 5, "micro_batch_size": 2, "explicit_sink": True}
     one = small(tokens, tmp_path / "one", **changes)
     two = small(tokens, tmp_path / "two", resume=True, **changes)
@@ -139,6 +135,7 @@ def test_two_processes_and_then_one(tokens, tmp_path):
     assert len(rows[0]) == len(rows[1]) == 21
     for row, other in zip(*rows):
         for name in {"loss", "grad_norm", "val_loss"} & row.keys():
+            # sums of float32 gradients in another order differ by 1e-7, which AdamW's steps let grow
             assert row[name] == pytest.approx(other[name], rel=1e-5)
 
 
@@ -205,10 +202,7 @@ def test_sizes(tokens, tmp_path):
 
 
 def test_a_step_opens_in_transformers(whole, tmp_path):
-    """Nothing but the folder: the same tokens and logits, and a text ends where ours does.
-
-    Its tokenizer is nobody else's.
-    """
+    """Nothing but the folder: the same tokens and logits, and a text ends where ours does."""
     lines = [f"the number {i} is even\n" if i % 2 == 0 else f"{i} is odd\n" for i in range(300)]
     (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     out, source = str(tmp_path / "data"), (str(tmp_path / "text.jsonl"),)
@@ -253,10 +247,7 @@ def test_sampling_by_hand(top_k, temperature):
 
 
 def test_killed_and_resumed():
-    """The short version of tests/kill_training.py: two ranks end with the bits of an undisturbed run.
-
-    So do two that were told to stop in an evaluation.
-    """
+    """The short version of tests/kill_training.py; two ranks, also told to stop in an evaluation."""
     done = run_script("tests/kill_training.py", 1)
     assert done.returncode == 0 and done.stdout.count("same bits") == 2, done.stdout + done.stderr
     assert "2 processes, eager: told in mean_loss to stop" in done.stdout
