@@ -72,15 +72,14 @@ def test_attention_of_every_kind_by_matrices(name, T):
     positions = range(1, T + 1) if T == 33 else (1, 300, 520)
     matrices = explicit(model, tokens)
     expected = torch.stack([alpha_of(matrices[..., -T:], k) for k in positions], dim=-1)
-    alpha = attention.attention_to(model, tokens, positions)
+    alpha, _ = attention.attention_to(model, tokens, positions)
     # some ten roundings of float32 numbers up to 1
     torch.testing.assert_close(alpha.double(), expected, atol=1e-6, rtol=0)
     row, _ = sinks.sink_statistics(model, tokens)
     constant = matrices[..., 0].mean().item() if model.config.explicit_sink else 0
     assert row["constant_alpha"] == pytest.approx(constant, rel=1e-5)
-    chain = units_module.Activity(model, tokens)
-    with torch.inference_mode():
-        model.hidden(tokens, on_heads=chain.see_heads, on_state=chain.see_stream)
+    chain = units_module.Chain(len(tokens))
+    units_module.observe(model, tokens, chain)
     alpha_of_all = chain.stack("alpha")[:, [k - 1 for k in positions]]  # (L, K)
     torch.testing.assert_close(alpha_of_all.double(), expected.mean((0, 2)), atol=1e-6, rtol=0)
 

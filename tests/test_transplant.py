@@ -136,9 +136,11 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
     activity = observe(model, tokens)
     builder = activity.builders(activity.peak, 1)[0]
     of_bos = attention.with_constants(model, attention.constants_at(model, tokens))
-    for kind, measured, reading, before in (("unchanged", model, tokens, 1), ("moved", of_bos, text, 0)):
-        expected, *_ = effects(measured, reading, builder, before)
-        assert {name: rows[kind][name] for name in expected} == pytest.approx(expected, rel=1e-5)  # float32
+    for case in (Case("unchanged", model, bos), Case("moved", of_bos)):
+        expected, *_ = effects(case, text, builder)
+        assert {name: rows[case.kind][name] for name in expected} == pytest.approx(
+            expected, rel=1e-5
+        )  # float32
     first = alpha_of(explicit(model, tokens), 1)
     as_it_is, _, to_constant = [torch.tensor(heads["alpha"]) for heads in lists["heads"]]  # (L, H) each
     torch.testing.assert_close(as_it_is, first.mean(0).float(), atol=NEAR, rtol=0)
