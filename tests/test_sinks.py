@@ -75,7 +75,7 @@ def test_attention_of_every_kind_by_matrices(name, T):
     alpha, _ = attention.attention_to(model, tokens, positions)
     # some ten roundings of float32 numbers up to 1
     torch.testing.assert_close(alpha.double(), expected, atol=1e-6, rtol=0)
-    row, _ = sinks.sink_statistics(model, tokens)
+    row, _ = attention.sink_statistics(model, tokens)
     constant = matrices[..., 0].mean().item() if model.config.explicit_sink else 0
     assert row["constant_alpha"] == pytest.approx(constant, rel=1e-5)
     chain = units_module.Chain(len(tokens))
