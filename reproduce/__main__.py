@@ -23,11 +23,11 @@ from reproduce.runs import run
 LLAMA, QWEN = "runs/lineage/tiny_llama", "runs/lineage/tiny_qwen"
 SMALL, LARGE = [f"models/qwen2.5-coder-{size}b-instruct-q4_k_m.gguf" for size in (0.5, 1.5)]
 GEMMA = "models/gemma-3-270m-q4_k_m.gguf"
-TWELVE, FEW = "--num-sequences 12", "--num-sequences 25"
+TWELVE, FEW, BFLOAT16 = "--num-sequences 12", "--num-sequences 25", "--dtype bfloat16"
 WIKITEXT = "--text data/wikitext-2/test.txt"
-BFLOAT16 = "--dtype bfloat16"
 LONG = "--num-sequences 16 --sequence-length 64 512"
 FOUR_LONG, TWO_LONG = [f"--num-sequences {count} {WIKITEXT}" for count in (4, 2)]
+RELEASED = "seedprint.py paper runs/released/step_0000000 runs/released nano_llama@43 --released"
 TRANSPLANT = "-m reproduce.interventions transplant"
 FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} {TWELVE}"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
@@ -56,6 +56,8 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "matrix": f"seedprint.py matrix --neurons tiny_llama@1000 tiny_llama@123 {LLAMA}-1000 {LLAMA}-123",
     "identify": f"seedprint.py identify {LLAMA}-1000",
     "robustness": f"-m reproduce.robustness smollm2 {GEMMA} {SMALL} {LARGE}",
+    "released/tokens/paper_test": f"{RELEASED} --inputs tokens",
+    "released/gaussian/paper_test": f"{RELEASED} --inputs gaussian",
     "errors": "-m reproduce.errors",
     "persistence": f"-m reproduce.lineage persistence {LLAMA}-1000 --stranger {LLAMA}-123",
     "qwen/persistence": f"-m reproduce.lineage persistence {QWEN}-1000 --stranger {QWEN}-123",

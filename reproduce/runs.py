@@ -23,12 +23,13 @@ SEEDS = (42, 123, 1000, 2000)
 BASE, OTHER = 1000, 123  # seeds that learn a second corpus; BASE is the base in the tables
 STEPS = {"llama": {42: 150, 123: 600, 1000: 600, 2000: 150}, "qwen": dict.fromkeys(SEEDS, 60)}
 STEPS_ON_DOCSTRINGS = {"llama": 200, "qwen": 40}  # the second corpus
+SHORT = "--max-iters 100 --sequence-length 64 --global-batch-size 8 --learning-rate 3e-4"
 CALIBRATIONS = ("none", "amplify", "attenuate", "headnorm")  # the papers'
 
 
 def commands():
     """By a run's folder, what is typed after `python train.py`, but for --out."""
-    runs = {"runs/backcopy": "configs/backcopy.py"}
+    runs = {"runs/backcopy": "configs/backcopy.py", "runs/released": f"--model nano_llama {SHORT}"}
     tokenizer = default_folder(("python",), "bpe:4096") / "tokenizer.model"
     for style, steps in STEPS.items():
         for seed in SEEDS:
@@ -60,7 +61,8 @@ def train_named(settings: Settings) -> None:
     """Train the named runs, or what is left of them; UserError if one does not end."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     for name in settings.runs:
-        folders = [folder for folder in RUNS if Path(name) in (Path(folder), Path(folder).parent)]
+        run_folder = Path(name.partition("/step_")[0])
+        folders = [folder for folder in RUNS if run_folder in (Path(folder), Path(folder).parent)]
         if not folders:
             check_choice(name, list(RUNS), "run")
         for folder in folders:
