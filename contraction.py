@@ -118,8 +118,8 @@ def cure(settings: NewbornSettings):
             key |= {"init": scheme, "sequence_length": T, "predicted_cosine": prediction[-1]}
             experiment.rows.append(key | preference(model, counts))
     question = "Does removing the MLPs' mean output at initialization prevent contraction?"
-    theories = {"predicted_cosine": "kernel recursion"}
-    return experiment.finish(question, "seed", "init", theories, (), ("init", *SHOWN), style="o")
+    options = {"measured": (), "columns": ("init", *SHOWN), "style": "o"}
+    return experiment.finish(question, "seed", "init", {"predicted_cosine": "kernel recursion"}, **options)
 
 
 def run_all(settings: RunSettings) -> None:

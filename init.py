@@ -5,7 +5,7 @@
 | embeddings, head, q, k, v, gate, up   | N(0, 0.02^2)            | N(0, 0.02^2)                     |
 | attention output, MLP down (L layers) | N(0, (0.02/sqrt(2L))^2) | N(0, 0.02^2)                     |
 | biases of linear maps                 | 0                       | 0                                |
-| a parameter that model.py makes NaN   | N(0, 0.02^2)            | N(0, 0.02^2)                     |
+| what model.py makes NaN: a sink's key | N(0, 0.02^2)            | N(0, 0.02^2)                     |
 | all others, as norm gains             | what model.py writes    | what model.py writes             |
 
 Scheme `centered` (ours) draws as `gpt2` does, then subtracts each row's mean from the MLP down projections.

@@ -2,9 +2,9 @@
 
     x = embed(tokens);  L times: x += attention(norm(x)), x += mlp(norm(x));  logits = head(norm(x))  (BB 2.1)
 
-Parameter names and the half-split rotation are those of Hugging Face's LLaMA. `init.newborn` draws matrices;
-other parameters begin as they are written here. lib/kernels.py computes the loss and, on a CPU, rotation and
-attention; tests compare it with the code here.
+Parameter names and the half-split rotation are those of Hugging Face's LLaMA. `init.newborn` draws matrices
+and what is NaN here; the rest begins as it is written. lib/kernels.py computes the loss and, on a CPU,
+rotation and attention; tests compare it with the code here.
 
 The *stream* x is the residual stream. A *state* is x at one position, after the final norm unless a layer is
 named. Papers: BB is "Transformers Are Born Biased" (2602.05927), SO its sequel on sinks (2605.06611).
