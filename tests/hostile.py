@@ -5,7 +5,7 @@
 
 A case is a folder damaged in one way and a command that reads it, or a command line that is a mistake. It
 runs in a process forked after the imports, in a folder of its own. It must end with exit status 0 or 2,
-without a traceback or a signal, in 20 seconds and 2 GB, with no file opened or changed that is
+without a traceback or a signal, in 20 s of a CPU and 2 GB, with no file opened or changed that is
 neither in its folder nor the installation's, and no command run (Python announces each, PEP 578). What is
 surely a mistake must end with 2.
 """

@@ -29,8 +29,11 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def with_noise(weights: dict, size=0.3) -> dict:
-    noise = {name: drawn(len(name), *weight.shape) * 8 for name, weight in weights.items()}
-    return {n: w + size * w.std() * noise[n] if w.ndim > 1 else w for n, w in weights.items()}
+    others = dict(weights)
+    for name, weight in weights.items():
+        if weight.ndim > 1:
+            others[name] = weight + 8 * size * weight.std() * drawn(len(name), *weight.shape)
+    return others
 
 
 def changed(weights: dict, change) -> dict:
