@@ -69,12 +69,16 @@ def folder_with(place, weights: dict, raw=RAW) -> formats.CheckpointReader:
 
 
 def row_by_both(base, suspect) -> dict:
-    """The row of two checkpoints, or of their tensors, with neurons; without them the verdict is the same."""
+    """The row of two checkpoints, or of their tensors; where each has one model, with neurons, too.
+
+    The verdict is the same then.
+    """
     sources = [as_source(each, CONFIG) if isinstance(each, dict) else each for each in (base, suspect)]
     models = [Model(name, source) for name, source in zip("AB", sources)]
     glance, details = compare_models(*models, CompareSettings())
     json.dumps([glance, details], allow_nan=False)
-    if glance["units"] is not None:  # they were looked for
+    has_several = any(sum(stack.may_be_model for stack in model.stacks) > 1 for model in models)
+    if glance["units"] is not None or has_several:
         return glance
     row, details = compare_models(*models, CompareSettings(neurons=True))
     json.dumps([row, details], allow_nan=False)
