@@ -336,10 +336,8 @@ def test_a_plain_mlp_beside_experts():
     assert answer == SAME_BIRTH and "of 3 of the 3 layers read were matched" in sentence, sentence
 
 
-@pytest.mark.parametrize("size", [16, 64, 96])
+@pytest.mark.parametrize("size", [16, 64, 96])  # 96: as wide as MLPs, whose units are read and written, too
 def test_lookup_tables_in_layers(size):
-    """As of n-grams; those of 96 numbers are as wide as MLPs, whose units are read and written, too."""
-
     def with_tables(source, seed: int) -> dict:
         weights = weights_of(source)
         for layer in range(3):
