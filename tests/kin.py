@@ -69,7 +69,7 @@ def folder_with(place, weights: dict, raw=RAW) -> formats.CheckpointReader:
 
 
 def row_by_both(base, suspect) -> dict:
-    """The row of two checkpoints, or of their tensors; of one model each by neurons, too, which change nothing."""
+    """The row of two checkpoints, or of their tensors; neurons do not change the verdict of single models."""
     sources = [as_source(each, CONFIG) if isinstance(each, dict) else each for each in (base, suspect)]
     models = [Model(name, source) for name, source in zip("AB", sources)]
     glance, details = compare_models(*models, CompareSettings())
