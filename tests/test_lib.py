@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 
 from lib import figures, files, results, runtime
 from lib.settings import RunSettings, UserError
-from lineage import family
 
 
 def test_what_is_no_regular_file_of_a_sane_size(tmp_path):
@@ -209,12 +208,3 @@ def test_paths_are_shown_by_their_last_part_unless_two_have_the_same():
     assert figures.short_names(names) == ["smollm2", "qwen2.5-q4_k_m", "run"]
     names = [f"/models/{name}/final-checkpoint" for name in "ab"]
     assert figures.short_names(names) == names
-
-
-def test_a_layer_whose_units_were_not_looked_for_is_a_gap(tmp_path):
-    layers = [{"share": None, "r": None, "by_chance": None, "units": None}]
-    layers += [{"share": 0.5, "r": 0.9, "by_chance": 1, "units": 100}]
-    row = {"suspect": "a", "verdict": "same birth"}
-    for shown in (layers[:1], layers, []):
-        family.lineage_figure(tmp_path / "x.png", "b", [row], [{"layers": shown, "layer_map": {}}])
-        assert (tmp_path / "x.png").exists()

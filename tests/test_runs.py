@@ -84,7 +84,7 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
     assert rows[2].items() >= {key: expected[key] for key in ("paper_mean_tau", "paper_t_p")}.items()
 
 
-def test_text(quick, monkeypatch):
+def test_text_and_birth(quick, monkeypatch):
     small = replace(model.PRESETS["text_sink"], vocab_size=257, num_layers=2)
     monkeypatch.setitem(model.PRESETS, "text_sink", small)
     folders = [str(quick(f"runs/text/{kind}-42")) for kind in ("none", "attenuate")]
@@ -102,6 +102,8 @@ def test_text(quick, monkeypatch):
     loss = train.mean_loss(checkpoint.load(folders[1]), *windows, 9, torch.device("cpu"), torch.float32)
     assert ours["text_loss"] == pytest.approx(loss, rel=1e-5)  # float32 sums
     assert ours["mean_loss"] == np.mean([row["val_loss"] for row in log if row["step"] and "val_loss" in row])
+    found = text.birth(replace(named, runs=("runs/text/none-42",)))
+    assert {row["step"] for row in found["rows"]} == {0, 1, 2} and found["builders"]
 
 
 def test_what_is_noted_is_shown(tmp_path):
