@@ -83,7 +83,7 @@ def births(config: ModelConfig, seed, embedding_seed=None, scheme="gpt2"):
             values[name] = constant.detach
         else:
             hint = "write a constant, or NaN for N(0, 0.02^2)"
-            raise UserError(f"{name}: its constructor draws it, and no seed gives that again: {hint}")
+            raise UserError(f"{name}: its constructor draws it, or writes nothing: {hint}")
     return values
 
 

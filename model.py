@@ -24,8 +24,26 @@ from lib import kernels
 
 ACTIVATIONS = {"gelu": F.gelu, "relu": F.relu, "tanh": torch.tanh, "swiglu": F.silu}
 GATED = {"swiglu"}  # MLPs with a gate_proj, to whose output the activation is applied
+
+
+class RMSNorm(nn.Module):
+    """x / RMS(x) * weight over the last axis (BB 2.1); the mean square is computed in float32 or wider."""
+
+    def __init__(self, width, eps):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # makes no wide copy of x
+        scale = (norm.square() / x.shape[-1] + self.eps).rsqrt()  # 1 / RMS(x)
+        return x * scale.to(x.dtype) * self.weight.to(x.dtype)
+
+
+NORMS = {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}
 CHOICES = {
-    "norm": ("rmsnorm", "layernorm"),
+    "norm": NORMS,
     "mlp": ACTIVATIONS,
     "sublayers": ("full", "attention", "mlp"),
     "attn_calibration": ("none", "amplify", "attenuate", "headnorm"),
@@ -85,24 +103,6 @@ PRESETS = {
     "backcopy": ModelConfig(257, 128, 2, 1, 128, 512),  # for configs/backcopy.py: sinks grow in its training
     "text_sink": ModelConfig(2048, 512, 4, 2, 128, 344),  # for configs/text_sink.py: sinks grow on text
 }
-
-
-class RMSNorm(nn.Module):
-    """x / RMS(x) * weight over the last axis (BB 2.1); the mean square is computed in float32 or wider."""
-
-    def __init__(self, width, eps):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)  # makes no wide copy of x
-        scale = (norm.square() / x.shape[-1] + self.eps).rsqrt()  # 1 / RMS(x)
-        return x * scale.to(x.dtype) * self.weight.to(x.dtype)
-
-
-NORMS = {"rmsnorm": RMSNorm, "layernorm": nn.LayerNorm}
 
 
 def rope(config: ModelConfig, x: Tensor):
@@ -214,7 +214,7 @@ class Attention(nn.Module):
         if kind == "headnorm":
             return self.head_norm(heads)
         position = torch.arange(T - heads.shape[2] + 1, T + 1, device=heads.device)
-        length = 1 if kind == "amplify" else self.config.context_length
+        length = {"amplify": 1, "attenuate": self.config.context_length}[kind]
         return heads * (position / length).sqrt().to(heads.dtype)[:, None]
 
 

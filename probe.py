@@ -3,7 +3,6 @@
     python probe.py --seed 42 43                                # 1,000 sequences of 64 tokens on a CPU
     python probe.py --model nano_llama --num-sequences 10000 --sequence-length 64 256 1024
     python probe.py --model runs/laptop /models/Llama-2-7b-hf nano_llama@7      # checkpoints, and PRESET@SEED
-    torchrun --nproc-per-node 2 probe.py                        # the same rows, from two processes
 
 The model reads random sequences, and predicts the token with the largest logit after the last position.
 Each model, seed and length gives one row; `preference` computes its columns.

@@ -136,7 +136,7 @@ class Training:
                 if self.is_due() and not stopped:
                     row |= self.evaluate()
                 run.append(row)
-                if self.step % settings.log_every == 0:
+                if self.step % settings.log_every == 0 or self.step == settings.max_iters:
                     self.tell(row)
                 is_best = "val_loss" in row and run.best().get("step") == self.step
                 is_kept = settings.keep != "last" and (is_best or self.step & (self.step - 1) == 0)

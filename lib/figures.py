@@ -80,7 +80,7 @@ def curves(points, path, title, *, x, y, series, panel="", theories=(), band="",
         for name, key in (("x", x), ("y", y)):
             if name in log and max(point[key] for point in points) > 0:
                 axes.set(**{f"{name}scale": "log"})
-        if x == "layer":
+        if x in ("layer", "step") and "x" not in log:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set(xlabel=x.replace("_", " "), ylabel=y.replace("_", " "))
         axes.set(**more)

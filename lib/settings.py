@@ -18,7 +18,6 @@ import tyro
 NANOGPT = {"block_size": "sequence_length", "batch_size": "global_batch_size or micro_batch_size"}  # and ours
 NANOGPT |= {"n_layer": "num_layers", "n_head": "num_heads", "n_embd": "d_model", "lr": "learning_rate"}
 NANOGPT |= {"dataset": "source or data", "out_dir": "out", "eval_interval": "eval_every"}
-NANOGPT |= {"eval_iters": "eval_sequences", "log_interval": "log_every", "max_new_tokens": "tokens"}
 Names = Annotated[  # of two models or more, without a flag
     tuple[str, ...],
     msgspec.Meta(min_length=2),
@@ -134,7 +133,8 @@ def read_flags(defaults, words, document, name=""):
 def read_config_file(path, defaults):
     """`defaults` with the settings of a config file, Python lines NAME = VALUE."""
     if not os.path.exists(path):
-        check_choice(path, [str(file) for file in Path(path).parent.glob("*.py")], "config file")
+        folders = (Path(path).parent, Path(__file__).parents[1] / "configs")
+        check_choice(path, [str(file) for folder in folders for file in folder.glob("*.py")], "config file")
     try:
         names = runpy.run_path(path)
     except Exception as error:  # the file is the user's own code, and may fail in any way

@@ -22,6 +22,8 @@ from model import PRESETS, ModelConfig, Transformer
 WEIGHTS = "model.safetensors"
 TOKENIZERS = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
 OURS = "bornbiased"  # marks a config.json written here; the model_type of models that only model.py runs
+PARTS = set("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj embed_tokens norm lm_head".split())
+PARTS |= {"input_layernorm", "post_attention_layernorm"}  # of a LLaMA that have parameters
 KEYS = {  # of config.json: our name, and Hugging Face's
     "vocab_size": "vocab_size",
     "d_model": "hidden_size",
@@ -106,7 +108,7 @@ def built(config: ModelConfig, weights, place, device, dtype):
     differing = shapes ^ {(name, tuple(weight.shape)) for name, weight in weights.items()}
     if differing:
         name, shape = min(differing)
-        raise UserError(f"{place}: {name} {shape} is missing or unknown, by what config.json says")
+        raise UserError(f"{place}: the file or the model lacks {name} {shape}: was model.py changed since?")
     for name, weight in weights.items():
         weights[name] = finite(place, name, weight).to(device, parameters[name].dtype).contiguous()
     model.load_state_dict(weights, assign=True)  # without a copy
@@ -192,8 +194,9 @@ def save(folder, model, tokenizer=None) -> None:
 
 def write(folder, model, tokenizer=None) -> None:
     """Write a checkpoint and its tokenizer's files into an empty folder."""
-    save_file(dict(model.named_parameters()), folder / WEIGHTS, {"format": "pt"})
-    config = config_json(model.config)
+    parameters = dict(model.named_parameters())
+    save_file(parameters, folder / WEIGHTS, {"format": "pt"})
+    config = config_json(model.config, parameters)
     if tokenizer is not None:
         tokenizer.save(folder, config["model_type"])
         special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.ends}
@@ -203,8 +206,8 @@ def write(folder, model, tokenizer=None) -> None:
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def config_json(config: ModelConfig):
-    """What config.json says of a model: a LLaMA's or Qwen2's keys where they can say it, else our own."""
+def config_json(config: ModelConfig, names=()):
+    """What config.json says of a model, by its parameters' names: a LLaMA's or Qwen2's keys, or our own."""
     whole = replace(config, num_kv_heads=config.kv_heads, head_dim=config.head_size)
     family = "qwen2" if config.qkv_bias else "llama"
     raw = {
@@ -214,7 +217,8 @@ def config_json(config: ModelConfig):
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         OURS: True,
     }
-    return raw if config_of(raw, family) == whole else {"model_type": OURS, **asdict(config)}
+    known = [name.split(".")[-2] in PARTS and name.endswith(("weight", "bias")) for name in names]
+    return raw if all(known) and config_of(raw, family) == whole else {"model_type": OURS, **asdict(config)}
 
 
 def is_ours(raw):

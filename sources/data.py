@@ -80,7 +80,7 @@ def pieces(places):
 
 
 def pieces_of(name):
-    """The pieces of one place: a file, or one of NAMES."""
+    """The pieces of one place, a file or one of NAMES: (text, whether a document begins) each."""
     if name == "backcopy":
         return ((text, True) for text in backcopy())
     if name not in NAMES:
@@ -335,7 +335,7 @@ class TokenData:
         """The number of windows in a split; UserError if 0."""
         size = len(self.tokens[split])
         if size <= T:
-            sizes = f"{size} tokens, not the {T + 1} of one window: shorten the sequences"
+            sizes = f"{size} tokens, not the {T + 1} of one window: give more text, or shorten the sequences"
             raise UserError(f"the {split} split of {self.folder} has {sizes}")
         return (size - 1) // T
 

@@ -93,7 +93,7 @@ def listing(repo, revision):
         try:
             folder = snapshot_download(repo, revision=revision, local_files_only=True, allow_patterns=[])
         except errors.LocalEntryNotFoundError:
-            remedy = "fetch it by `hf download` where there is a network, or name a folder"
+            remedy = "fetch it by `hf download` where there is a network, or name a folder by its path"
             raise UserError(f"{repo} is not here, and the Hub is out of reach, {error!r}: {remedy}") from None
         commit = Path(folder).name
         found = [*Path(folder).iterdir(), *parts_folder(repo, commit).glob("*")]

@@ -54,10 +54,7 @@ def read(path, start, stop):
 
 
 def read_rows(path, place, row_bytes, rows):
-    """Rows of a table that begins at a place in a file, by their numbers (n,): bytes (n, row_bytes).
-
-    All from the first to the last are read.
-    """
+    """Rows of a table that begins at a place in a file, by their numbers (n,): bytes (n, row_bytes)."""
     if not len(rows):
         return torch.empty(0, row_bytes, dtype=torch.uint8)
     first, last = rows.min().item(), rows.max().item()

@@ -25,6 +25,7 @@ import init
 import model
 import train
 from lib import results
+from lib.files import read_json
 from lib.settings import UserError
 from sources import checkpoint, data, sampling
 from sources.tokenizers import load_tokenizer
@@ -106,6 +107,7 @@ def test_a_constructor_that_draws_is_refused_by_name(monkeypatch):
 def test_frozen_unused_and_scalar_parameters_train_save_and_resume(dyt, tokens, tmp_path):
     """The optimizer decays matrices, trains all else that wants it, and resumed ends with the same bits."""
     whole = trained(tokens, tmp_path / "whole")  # in its warm-up --max-iters changes nothing
+    assert read_json(checkpoint.steps(whole)[-1] / "config.json")["model_type"] == "bornbiased"  # no LLaMA's
     norm = checkpoint.load(whole).model.layers[0].input_layernorm
     assert norm.alpha != 0.5 and (norm.frozen == 3).all() and (norm.unused == 0).all()
     built = init.newborn("backcopy", 5)
