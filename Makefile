@@ -1,6 +1,6 @@
 # make probe   the first figure, from nothing but Python >= 3.11
-# make sinks   where a real language model's attention sinks, why, and what moves it: five minutes
-# make test    style and tests
+# make sinks   where a real language model's attention sinks, why, and what moves it: four minutes
+# make test    style and tests: four minutes
 # make bench   how fast, beside transformers
 
 PYTHON ?= python3
@@ -19,9 +19,9 @@ probe: $(VENV)/installed
 # Fewer than the usual 100 sequences for those that read them many times.
 sinks: $(VENV)/installed-models
 	@$(RUN) sinks.py rate --model smollm2 --sequence-length 64 --out results-sinks
-	@$(RUN) sinks.py anatomy --model smollm2 --out results-sinks
-	@$(RUN) -m reproduce.interventions intervene --model smollm2 --num-sequences 50 --out results-sinks
-	@$(RUN) -m reproduce.interventions ablate --model smollm2 --num-sequences 30 --out results-sinks
+	@$(RUN) sinks.py anatomy --model smollm2 --num-sequences 50 --out results-sinks
+	@$(RUN) -m reproduce.interventions intervene --model smollm2 --num-sequences 25 --out results-sinks
+	@$(RUN) -m reproduce.interventions ablate --model smollm2 --num-sequences 15 --out results-sinks
 	@$(RUN) sinks.py transplant --model smollm2 --num-sequences 16 --out results-sinks
 	@echo "figures in results-sinks: rate.png (where), anatomy.png (why), intervene.png (made),"
 	@echo "ablate.png (weakened, at a loss), transplant.png (moved onto a constant, at none)"

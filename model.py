@@ -156,7 +156,7 @@ def mean_attention(q: Tensor, k: Tensor, sink_key: Tensor | None, positions) -> 
     """
     keys = with_sink(sink_key, k)
     T, Dh = k.shape[2:]
-    places = torch.arange(T + 1 - keys.shape[2], T + 1, device=k.device)  # the keys' positions, from 0 or 1
+    places = torch.arange(1 if sink_key is None else 0, T + 1, device=k.device)  # the keys' positions
     positions = torch.as_tensor(positions, device=k.device)
     sums = []
     for part in positions.split(Dh):

@@ -183,8 +183,8 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
     bos = bos_of(settings, spec)
     lists = defaultdict(list)
     for T in settings.sequence_length:
-        tokens, others = split_windows(settings, spec, T)
-        constants = attention.constants_at(model, others)
+        tokens, constant_windows = split_windows(settings, spec, T)
+        constants = attention.constants_at(model, constant_windows)
         if settings.save and T == settings.sequence_length[0]:
             facts = {"model": spec.label, "position": 1, "bos": bos, "text": text_of(settings, spec)}
             attention.save_constants(Path(settings.save), constants, **facts)
@@ -192,7 +192,7 @@ def transplants(settings: TransplantSettings, spec, model, cases_of=transplant_c
         activity = observe(model, tokens)
         builder = activity.builders(activity.peak, 1)[0]
         text = tokens if bos is None else tokens[:, 1:]
-        cases = cases_of(model, moved, activity, others, bos)
+        cases = cases_of(model, moved, activity, constant_windows, bos)
         for case in progress(cases, desc="transplant", unit=" cases", leave=False):
             key = {"kind": case.kind, "sequence_length": T}
             row, largest, by_head = effects(case, text, builder)
@@ -225,9 +225,9 @@ def effects(case: Case, text: torch.Tensor, builder):
             largest[layer] = max(largest[layer], x.abs().amax().item())
             means.add("disparity", layer, attention.disparity(x[:, 0]))
 
-    others = range(2, tokens.shape[1] // 2 + 1)
+    other_positions = range(2, tokens.shape[1] // 2 + 1)
     with case.model.hidden_units(zero_units(case.at_zero)), watch(case.model, builder) as activations:
-        alphas, losses = alpha_and_loss(case.model, tokens, on_state, before, others)
+        alphas, losses = alpha_and_loss(case.model, tokens, on_state, before, other_positions)
     by_head = alphas[..., :2].mean(0)  # alpha_1 and alpha_0, (L, H, 2)
     row = {
         "sink_rate": attention.sink_share(alphas[..., 0]).mean().item(),

@@ -10,7 +10,7 @@
 `runs.MAY_CHANGE`. If the run does not exist yet, --resume starts it.
 
 Each epoch shuffles the training windows by the data seed, and each step takes the next ones, however many
-ranks and micro-batches there are. So a run needs no random state: killed and resumed on a CPU, it ends with
+ranks and micro-batches there are. So a run needs no random state: resumed with as many, on a CPU it ends with
 the same bits. On SIGTERM, SIGINT or SIGUSR1 it stops after this step or the next, saves, and exits with 0.
 """
 
@@ -80,7 +80,7 @@ class Settings(RunSettings):
 def train(settings: Settings, defaults: Settings | None = None):
     """Train, or resume; prints the loss and the time left every --log-every steps.
 
-    A setting equal to its default (a command line's: its config file's or resumed run's) counts as not given.
+    A setting that repeats its default, the config file's or the resumed run's, counts as not given.
     """
     settings = from_values(Settings, vars(settings), "settings")
     settings, device, dtype = runtime.start(runs.completed(settings, defaults or Settings()))
@@ -89,7 +89,7 @@ def train(settings: Settings, defaults: Settings | None = None):
     run = runs.Run(settings.out)
     with run.lock():
         # Mistakes are reported before any data are prepared.
-        config = None if run.has_begun() else runs.new_config(settings)
+        config = None if run.has_steps() else runs.new_config(settings)
         tokens = data.open_data(settings, is_new=config is not None)
         training = Training(settings, run, config, tokens, device, dtype)
         facts = {"step": training.step, "data set": tokens.meta.fingerprint, "commit": commit()}
@@ -125,10 +125,10 @@ class Training:
             self.model = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         rows = runtime.gathered(run.rows(settings, self.step, self.tokens))[0]  # what rank 0 has
         with runs.listening_for_signals() as signals:
-            if self.is_due() and "val_loss" not in rows[-1]:  # a newborn, or a signal came in between
+            if self.is_due() and "val_loss" not in rows[-1]:  # a newborn; or a signal left an evaluation out
                 rows[-1] |= self.evaluate()
-            run.begin(settings, rows)
-            if not run.has_begun():  # there is no step yet
+            run.write_settings(settings, rows)
+            if not run.has_steps():
                 run.save(self.step, self.raw_model, self.optimizer, self.tokens, settings.keep)
             stopped = False
             while self.step < settings.max_iters and not stopped:

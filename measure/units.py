@@ -42,7 +42,7 @@ class Activity:
     disparity: Tensor  # the stream's there, (L + 1,)
     at_1: dict  # by layer: activations at position 1, (d_ff,)
     elsewhere: dict  # by layer: |activations| at the other positions, (d_ff,)
-    added: dict  # by layer with a norm behind its MLP: what the MLP adds to the mean stream there, (d,)
+    mlp_output: dict  # by layer with a norm behind its MLP: what that adds to the mean stream there, (d,)
 
     @property
     def peak(self):
@@ -66,29 +66,29 @@ class Activity:
         for its_layer, activations in self.at_1.items():
             if last is None or its_layer <= last:
                 products = activations * self.model.down(its_layer)[dimension].float().cpu() * sign
-                if its_layer in self.added:
-                    products *= self.added[its_layer][dimension] * sign / products.sum()
+                if its_layer in self.mlp_output:  # the norm scales all products alike
+                    products *= self.mlp_output[its_layer][dimension] * sign / products.sum()
                 found[its_layer] = products
         return found
 
     def builders(self, layer, count):
         """The strongest builders, at most `count`, of the dimension after a layer: (layer, unit) each."""
-        added = self.contributions(layer, layer)
-        positive = sum((some > 0).sum().item() for some in added.values())
-        return ranked(added, max(1, min(count, positive)))
+        contributions = self.contributions(layer, layer)
+        positive = sum((some > 0).sum().item() for some in contributions.values())
+        return ranked(contributions, max(1, min(count, positive)))
 
     def removers(self, count):
         """The strongest removers of the peak's dimension, from all layers."""
-        return ranked({layer: -added for layer, added in self.contributions(self.peak).items()}, count)
+        return ranked({layer: -some for layer, some in self.contributions(self.peak).items()}, count)
 
     def selective(self):
         """The selective builders of the peak's dimension, the strongest first."""
         needed = LEAST_SHARE * self.state[self.peak, self.dimension(self.peak)].abs()
-        chosen = self.contributions(self.peak, self.peak)
-        for layer, added in chosen.items():
-            is_quiet = self.at_1[layer].abs() < SELECTIVITY * self.elsewhere[layer]
-            added[is_quiet | (added < needed)] = 0
-        return ranked(chosen, sum((added > 0).sum().item() for added in chosen.values()))
+        chosen = {}
+        for layer, some in self.contributions(self.peak, self.peak).items():
+            is_loud = self.at_1[layer].abs() >= SELECTIVITY * self.elsewhere[layer]
+            chosen[layer] = some.where(is_loud & (some >= needed), 0)
+        return ranked(chosen, sum((some > 0).sum().item() for some in chosen.values()))
 
     def describe(self, units):
         """A row for each (layer, unit). `down_share` is the dimension's share of its squared down weights."""
@@ -187,15 +187,15 @@ def observe(model, tokens: Tensor, chain: Chain | None = None) -> Activity:
             model.hidden(part, on_state=on_state, on_heads=None if chain is None else chain.on_heads)
     state = means.stack("state")
     at_1, elsewhere = (joined(means.of[name]) for name in ("at_1", "elsewhere"))
-    added = {}
+    mlp_output = {}
     for layer in model.normed_layers:
         with model.hidden_units(zero_units([(layer, unit) for unit in range(len(at_1[layer]))])):
             for part in batches(tokens[:, :1]):  # position 1 sees no other
                 states = {}
                 model.hidden(part, on_state=states.__setitem__)
                 means.add("silent", layer, states[layer][:, 0].float())
-        added[layer] = state[layer] - means.of["silent"][layer]
-    return Activity(model, state, means.stack("disparity"), at_1, elsewhere, added)
+        mlp_output[layer] = state[layer] - means.of["silent"][layer]
+    return Activity(model, state, means.stack("disparity"), at_1, elsewhere, mlp_output)
 
 
 def joined(parts):
@@ -237,9 +237,9 @@ def ranked(scores, count):
 def zero_units(units):
     """An `on_units` that ablates neurons, (layer, unit) each: it sets them to zero."""
 
-    def on_units(layer, values, offset):
-        last = offset + values.shape[-1]
-        here = [unit - offset for its_layer, unit in units if its_layer == layer and offset <= unit < last]
+    def on_units(layer, values, first):
+        last = first + values.shape[-1]
+        here = [unit - first for its_layer, unit in units if its_layer == layer and first <= unit < last]
         if here:
             return values.index_fill(-1, torch.tensor(here, device=values.device), 0)
 
@@ -251,9 +251,9 @@ def watch(model, unit):
     """A context whose list collects the |activations|, (B, T), of a neuron (layer, unit)."""
     activations = []
 
-    def on_units(layer, units, offset):
-        if layer == unit[0] and 0 <= unit[1] - offset < units.shape[-1]:
-            activations.append(units[..., unit[1] - offset].float().abs().cpu())
+    def on_units(layer, units, first):
+        if layer == unit[0] and 0 <= unit[1] - first < units.shape[-1]:
+            activations.append(units[..., unit[1] - first].float().abs().cpu())
 
     with model.hidden_units(on_units):
         yield activations

@@ -41,7 +41,7 @@ class Run:
     def step_folder(self, step):
         return self.folder / f"step_{step:07}"
 
-    def has_begun(self):
+    def has_steps(self):
         return any(self.folder.glob("step_*"))
 
     def settings(self, kind):
@@ -69,13 +69,13 @@ class Run:
 
     def rows(self, settings, step, tokens):
         """The log up to the row of a step; for a new run, a row that says what made it."""
-        if self.has_begun():
+        if self.has_steps():
             return [row for row in read_rows(self.log) if row["step"] <= step] or [{"step": step}]
         birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "hub": HUB_COMMITS}
         birth |= {"threads": torch.get_num_threads(), "processes": runtime.world_size()}
         return [birth | {"data": tokens.meta.fingerprint}]
 
-    def begin(self, settings, rows) -> None:
+    def write_settings(self, settings, rows) -> None:
         """Write the settings and the log; remove what a killed process had no time to remove."""
         if rank() == 0:
             self.prune(settings.keep)
@@ -185,7 +185,7 @@ def completed(settings, defaults):
     values = asdict(settings)
     given = {name: value for name, value in values.items() if value != getattr(defaults, name)}
     begun = run.settings(kind) if settings.resume else None
-    if run.has_begun() and begun is None:
+    if run.has_steps() and begun is None:
         raise UserError(f"{run.folder} holds a run: --resume and settings.json continue it; or change --out")
     if begun is not None:
         for name in given.keys() - MAY_CHANGE:
