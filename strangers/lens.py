@@ -211,7 +211,7 @@ class Pass:
         is_whole = any(x.is_floating_point() for x in given)  # a bias may be of all queries and keys
         alpha, outputs, rows = Alpha(self.lens, q), [], slice(0, 0)
         while rows.stop < T:
-            most = min(self.lens.queries, max(16, WEIGHTS // (B * H * min(T, rows.stop + self.lens.queries))))
+            most = min(self.lens.queries, max(64, WEIGHTS // (B * H * min(T, rows.stop + self.lens.queries))))
             rows = slice(rows.stop, T if is_whole else min(T, rows.stop + most))
             mask = self.mask_of(attention_mask, q, rows)  # (1 or B, 1 or H, queries, T at most)
             sees = mask > torch.finfo(mask.dtype).min / 2
