@@ -7,7 +7,7 @@ tokenizer = "bytes"
 sequence_length = 128  # a document: BOS and 127 letters
 global_batch_size = 64  # x 128 = 8,192 tokens a step
 micro_batch_size = 64
-dtype = "float32"  # in bfloat16 fewer heads sink: these numbers would not be those of docs/sinks.md
+dtype = "float32"  # in bfloat16 fewer heads sink than docs/sinks_in_training.md says
 learning_rate = 3e-3
 warmup_iters = 50
 max_iters = 300

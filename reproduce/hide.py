@@ -1,6 +1,6 @@
 """Can a sink be hidden? Queries that may not see the first tokens (ours, after arXiv 2609.08574)
 
-    python -m reproduce.hide                        # of smollm2: three minutes
+    python -m reproduce.hide                        # of smollm2: twenty minutes of a thread
 
 The first k positions are hidden from all later queries: then the next position sees itself alone, as position
 1 did. Or from all but the next k: then no later one does. Both also with constants, the mean key and value of
