@@ -39,8 +39,7 @@ STD = 0.02
 def draw_weight(seed, name, shape, std, count=None) -> Tensor:
     """Draw the initial weight `name`, or its first `count` numbers, from N(0, std^2): float32, on the CPU."""
     generator = keyed_generator(seed, name, *shape)
-    size = count or tuple(shape)
-    return torch.from_numpy(generator.standard_normal(size, dtype=np.float32)).mul_(std)
+    return torch.from_numpy(generator.standard_normal(count or tuple(shape), dtype=np.float32)).mul_(std)
 
 
 def residual_std(config: ModelConfig, scheme):
@@ -72,9 +71,9 @@ def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, sch
 
 def births(config: ModelConfig, seed, embedding_seed=None, scheme="gpt2"):
     """By name, functions that return the initial value of each parameter; UserError if model.py draws one."""
-    # What is drawn here, not there: linear maps and embeddings, which stay on meta, and what is NaN there.
+    # Drawn here: linear maps and embeddings, which stay on meta, and what model.py makes NaN.
     with torch.random.fork_rng(devices=()), register_module_parameter_registration_hook(without_numbers):
-        written, again = Transformer(config), Transformer(config)  # which differ in what is drawn
+        written, again = Transformer(config), Transformer(config)  # these differ where a constructor draws
     values = {}
     for (name, constant), other in zip(written.named_parameters(), again.parameters()):
         if constant.is_meta or constant.isnan().all():

@@ -164,7 +164,7 @@ def mean_attention(q: Tensor, k: Tensor, sink_key: Tensor | None, positions) -> 
         values = F.pad(one_hot, (0, Dh - len(part))).expand_as(keys).contiguous()
         weights = causal_attention(q, keys, values)[..., : len(part)]  # (B, H, T, K)
         sums.append(weights.sum(2, dtype=torch.float32))
-    queries = T + 1 - positions.clamp(min=1)  # (K,): how many see it; position 0, all
+    queries = T + 1 - positions.clamp(1, T)  # (K,): how many see it; position 0, all
     return torch.cat(sums, dim=2) / queries
 
 
@@ -224,8 +224,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.activation = ACTIVATIONS[config.mlp]
-        is_gated = config.mlp in GATED
-        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False) if is_gated else None
+        self.gate_proj = nn.Linear(config.d_model, config.d_ff, bias=False) if config.mlp in GATED else None
         self.up_proj = nn.Linear(config.d_model, config.d_ff, bias=False)
         self.down_proj = nn.Linear(config.d_ff, config.d_model, bias=False)
 
@@ -351,11 +350,8 @@ class Transformer(nn.Module):
     @contextlib.contextmanager
     def hidden_units(self, on_units):
         """While open, `on_units(layer, units, 0)` sees, and may replace, neurons (B, T, d_ff)."""
-
-        def hook(layer, module, inputs):
-            return on_units(layer, *inputs, 0)
-
         with contextlib.ExitStack() as stack:
             for layer, block in enumerate(self.blocks, start=1):
-                stack.enter_context(block.mlp.down_proj.register_forward_pre_hook(partial(hook, layer)))
+                hook = partial(lambda layer, module, inputs: on_units(layer, *inputs, 0), layer)
+                stack.enter_context(block.mlp.down_proj.register_forward_pre_hook(hook))
             yield

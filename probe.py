@@ -154,7 +154,7 @@ def preference(model, counts: Counts):
 class CosineStatistics:
     """Mean and standard deviation of the cosine over all pairs of n states, in O(d^2) memory for any n.
 
-    Let u_i be state i divided by its norm. Over ordered pairs i != j, the cosines u_i·u_j sum to
+    Let u_i be state i divided by its norm. Over ordered pairs i != j, the cosines u_i u_j sum to
     |sum u|^2 - n, and their squares to |sum u u^T|^2 - n (Frobenius norm).
     """
 

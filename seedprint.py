@@ -67,8 +67,7 @@ def paper(settings: PaperSettings):
 
 def outputs_of(spec, vocab_size, experiment):
     """A checkpoint's `last_outputs` as an array; UserError if they are not finite."""
-    model = spec.load(experiment.device, experiment.dtype)
-    outputs = last_outputs(model, vocab_size, experiment.settings)
+    outputs = last_outputs(spec.load(experiment.device, experiment.dtype), vocab_size, experiment.settings)
     if not outputs.isfinite().all():
         raise UserError(f"{spec.name}: its states are not finite: are its weights huge?")
     return outputs.numpy()
@@ -149,8 +148,7 @@ def identity_taus(a, b):
 
 def top_dimensions(rows):
     """The half of the d dimensions with the largest means over rows (n, d)."""
-    mean = rows.mean(axis=0, dtype=np.float64)
-    return np.argsort(-mean, kind="stable")[: rows.shape[1] // 2]
+    return np.argsort(-rows.mean(axis=0, dtype=np.float64), kind="stable")[: rows.shape[1] // 2]
 
 
 def kendall(a, b, chosen):

@@ -68,7 +68,7 @@ class TransplantSettings(Settings):
 
 @torch.inference_mode()
 def measure_models(name, paper, settings: Settings, measure, *more):
-    """Begin an experiment, and call `measure` for each model: lists of rows by name, which are joined."""
+    """A new Experiment, and the rows that `measure` returns for all models, lists by name."""
     specs = specs_of(settings.model, settings.seed)
     check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(specs))
     experiment = Experiment(name, paper, settings)
@@ -147,10 +147,10 @@ class Case:
 
 
 def transplant_cases(model, moved, activity, others, bos):
-    """The model as it is, with BOS if it was trained so; with constants in place of that; and with a token.
+    """The model as it is (BOS first if it was trained so), with constants, and with a token in front.
 
-    Whatever is in front gives the text's first token something to attend to, so losses with constants are
-    best compared with those where some token, an arbitrary one, is in front.
+    Anything in front gives the text's first token something to attend to, so losses with constants are best
+    compared with those with a token in front, an arbitrary one.
     """
     units = activity.selective()
     tokens = others.unique().tolist()

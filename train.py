@@ -212,9 +212,8 @@ class Training:
             windows, _ = data.TokenData(self.tokens.folder, bos_first).held_out(SINK_WINDOWS, lengths[0])
             for T in lengths:
                 row, alpha = sink_statistics(self.raw_model, windows[:, :T].to(self.device))
-                by_head = alpha.mean(0).double().numpy().round(4)  # (L, H)
                 kept = {name: row[name] for name in ("sink_rate", "constant_alpha")}
-                kept |= {"alpha1": by_head.tolist()}
+                kept["alpha1"] = alpha.mean(0).double().numpy().round(4).tolist()  # (L, H)
                 rows.append({"sequence_length": T, "bos_first": bos_first} | kept)
         return rows
 

@@ -8,8 +8,7 @@ import torch
 
 def keyed_generator(*key) -> np.random.Generator:
     """A numpy generator that depends on `key` alone: Philox, seeded with the key's 128-bit hash."""
-    text = "/".join(map(str, key))
-    digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
+    digest = hashlib.blake2b("/".join(map(str, key)).encode(), digest_size=16).digest()
     return np.random.Generator(np.random.Philox(key=int.from_bytes(digest, "little")))
 
 

@@ -154,7 +154,7 @@ def from_values(kind, values, place):
     try:
         return msgspec.convert({name: at_home(name, value) for name, value in values.items()}, kind)
     except msgspec.ValidationError as error:
-        raise UserError(f"{place}: {error}") from None
+        raise UserError(f"{place}: {error}".replace("`array` of length >=", "values, at least")) from None
 
 
 def at_home(name, value):

@@ -116,8 +116,7 @@ def decorrelated(columns: Tensor) -> Tensor:
     What all neurons share no longer drowns what is theirs. The symmetric root commutes with rotations.
     """
     values, vectors = torch.linalg.eigh(columns @ columns.T)
-    root = (vectors * (values.clamp(min=0) + RIDGE).rsqrt()) @ vectors.T
-    white = root @ columns
+    white = (vectors * (values.clamp(min=0) + RIDGE).rsqrt()) @ vectors.T @ columns
     return white / white.norm(dim=0).clamp(min=1e-30)
 
 

@@ -18,10 +18,10 @@ EPSILON = 0.3  # a sink head has an alpha_1 above this (arXiv 2410.10781)
 
 @torch.inference_mode()
 def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=None):
-    """alpha_k, (B, L, H, K), of tokens (B, T) at K positions; final states (B, T, d).
+    """alpha_k of tokens (B, T) at K positions, (B, L, H, K), and their final states (B, T, d).
 
     Position 0 is a key and value in front of the text: constants, or an explicit sink. -1 is a learned sink:
-    what a stranger's softmax leaves to no key.
+    the weight that a stranger's softmax gives to no key.
     """
     layers = []
 
@@ -94,7 +94,7 @@ class Means:
         return torch.stack(list(self.of[name].values()))
 
     def add_heads(self, layer, heads: Tensor, q, k, v, alpha) -> None:
-        """Add the heads' outputs (B, H, T, Dh), for `std`; `hidden` calls this."""
+        """An on_heads that adds the outputs of heads (B, H, T, Dh), for `std`."""
         self.add("heads", layer, heads.double())
         self.add("squared heads", layer, heads.double().square())
 

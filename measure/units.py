@@ -39,7 +39,7 @@ class Activity:
 
     model: object  # for its down weights
     state: Tensor  # the mean stream at position 1, (L + 1, d), the input first
-    disparity: Tensor  # the stream's there, (L + 1,)
+    disparity: Tensor  # of the stream at position 1, (L + 1,)
     at_1: dict  # by layer: activations at position 1, (d_ff,)
     elsewhere: dict  # by layer: |activations| at the other positions, (d_ff,)
     mlp_output: dict  # by layer with a norm behind its MLP: what that adds to the mean stream there, (d,)
@@ -107,7 +107,7 @@ class Activity:
 
 
 class Chain(Means):
-    """Means over sequences that SO's links are made of; `observe` adds to them."""
+    """The means over sequences from which SO's links are computed; `observe` fills them in."""
 
     def on_state(self, layer, x) -> None:
         if layer > 0:  # 0 is the input

@@ -23,13 +23,12 @@ from reproduce.runs import run
 LLAMA, QWEN = "runs/lineage/tiny_llama", "runs/lineage/tiny_qwen"
 SMALL, LARGE = [f"models/qwen2.5-coder-{size}b-instruct-q4_k_m.gguf" for size in (0.5, 1.5)]
 GEMMA = "models/gemma-3-270m-q4_k_m.gguf"
-TWELVE, FEW, BFLOAT16 = "--num-sequences 12", "--num-sequences 25", "--dtype bfloat16"
-WIKITEXT = "--text data/wikitext-2/test.txt"
+TWO, FOUR, TWELVE, FEW = [f"--num-sequences {count}" for count in (2, 4, 12, 25)]
+BFLOAT16, WIKI = "--dtype bfloat16", "--text data/wikitext-2/test.txt"
 LONG = "--num-sequences 16 --sequence-length 64 512"
-FOUR_LONG, TWO_LONG = [f"--num-sequences {count} {WIKITEXT}" for count in (4, 2)]
 RELEASED = "seedprint.py paper runs/released/step_0000000 runs/released nano_llama@43 --released"
 TRANSPLANT = "-m reproduce.interventions transplant"
-FOUR_CASES = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} {TWELVE}"
+THREE_MODELS = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} {TWELVE}"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "probe": "probe.py --seed 42 43",
     "ten_thousand/probe": f"probe.py --seed 42 --num-sequences 10000 {BFLOAT16}",
@@ -68,12 +67,12 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "smollm2/hide": "-m reproduce.hide --model smollm2",
     "qwen2.5-coder-0.5b/hide": f"-m reproduce.hide --model {SMALL} --num-sequences 6",
     "qwen2.5-coder-1.5b/hide": f"-m reproduce.hide --model {LARGE} --num-sequences 6",
-    "gemma-3-270m/hide": "-m reproduce.hide --model " + GEMMA,
+    "gemma-3-270m/hide": f"-m reproduce.hide --model {GEMMA}",
     "text/hide": "-m reproduce.hide --model runs/text/none-42 runs/text/attenuate-42",
     "smollm2/ablate": "-m reproduce.interventions ablate --model smollm2",
-    "smollm2/wikitext/rate": f"sinks.py rate --model smollm2 --sequence-length 2048 8192 {FOUR_LONG}",
-    "qwen2.5-coder-0.5b/wikitext/rate": f"sinks.py rate --model {SMALL} --sequence-length 8192 {TWO_LONG}",
-    "gemma-3-270m/wikitext/rate": f"sinks.py rate --model {GEMMA} --sequence-length 8192 {FOUR_LONG}",
+    "smollm2/wikitext/rate": f"sinks.py rate --sequence-length 2048 8192 {FOUR} {WIKI}",
+    "qwen2.5-coder-0.5b/wikitext/rate": f"sinks.py rate --model {SMALL} --sequence-length 8192 {TWO} {WIKI}",
+    "gemma-3-270m/wikitext/rate": f"sinks.py rate --model {GEMMA} --sequence-length 8192 {FOUR} {WIKI}",
     "qwen2.5-coder-0.5b/rate": f"sinks.py rate --model {SMALL} {FEW} --sequence-length 64",
     "qwen2.5-coder-0.5b/anatomy": f"sinks.py anatomy --model {SMALL} {FEW}",
     "qwen2.5-coder-0.5b/intervene": f"-m reproduce.interventions intervene --model {SMALL} {FEW}",
@@ -82,17 +81,17 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "qwen2.5-coder-1.5b/intervene": f"-m reproduce.interventions intervene --model {LARGE} {FEW}",
     "models/ablate": f"-m reproduce.interventions ablate --model smollm2 {SMALL} {LARGE} {FEW}",
     "smollm2/transplant": f"{TRANSPLANT} --model smollm2 {LONG}",
-    "smollm2/wikitext/transplant": f"{TRANSPLANT} --model smollm2 {LONG} {WIKITEXT}",
+    "smollm2/wikitext/transplant": f"{TRANSPLANT} --model smollm2 {LONG} {WIKI}",
     "qwen2.5-coder-0.5b/transplant": f"{TRANSPLANT} --model {SMALL} {LONG}",
-    "qwen2.5-coder-0.5b/wikitext/transplant": f"{TRANSPLANT} --model {SMALL} {LONG} {WIKITEXT}",
+    "qwen2.5-coder-0.5b/wikitext/transplant": f"{TRANSPLANT} --model {SMALL} {LONG} {WIKI}",
     "gemma-3-270m/rate": f"sinks.py rate --model {GEMMA} {FEW} --sequence-length 64",
     "gemma-3-270m/anatomy": f"sinks.py anatomy --model {GEMMA} {FEW}",
     "gemma-3-270m/ablate": f"-m reproduce.interventions ablate --model {GEMMA} {FEW}",
     "gemma-3-270m/transplant": f"sinks.py transplant --model {GEMMA} {TWELVE}",
-    "gemma-3-270m/wikitext/transplant": f"sinks.py transplant --model {GEMMA} {TWELVE} {WIKITEXT}",
-    "models/bos": f"-m reproduce.interventions bos --model smollm2 {SMALL} {GEMMA} {TWELVE} {WIKITEXT}",
-    "models/transplant": FOUR_CASES,
-    "models/wikitext/transplant": f"{FOUR_CASES} {WIKITEXT}",
+    "gemma-3-270m/wikitext/transplant": f"sinks.py transplant --model {GEMMA} {TWELVE} {WIKI}",
+    "models/bos": f"-m reproduce.interventions bos --model smollm2 {SMALL} {GEMMA} {TWELVE} {WIKI}",
+    "models/transplant": THREE_MODELS,
+    "models/wikitext/transplant": f"{THREE_MODELS} {WIKI}",
     "bench": "-m reproduce.bench",
 }
 FIRST = {"disguised": "-m reproduce.disguise tiny_llama@42"}  # a folder that a result reads, and its command
@@ -128,9 +127,8 @@ def reproduce(settings: Settings) -> None:
 def prepare(words):
     """Make the runs or the disguised model that a command reads, if they are not there; did it end well?"""
     runs = [word for word in words if word.startswith("runs/")]
-    lacking = [word for word in words if word in FIRST and not Path(word).exists()]
     commands = [["-m", "reproduce.runs", *runs]] if runs else []
-    commands += [shlex.split(FIRST[word]) for word in lacking]
+    commands += [shlex.split(FIRST[word]) for word in words if word in FIRST and not Path(word).exists()]
     return all(run(command) for command in commands)
 
 

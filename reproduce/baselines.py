@@ -15,12 +15,7 @@ TABLES = ("model.embed_tokens", "lm_head")
 @torch.inference_mode()
 def similarities(a, b, tokens):
     """All four similarities of two models, by name; REEF reads tokens (n, T)."""
-    return {
-        "intrinsic": intrinsic(a, b),
-        "reef": reef(a, b, tokens),
-        "pcs": pcs(a, b),
-        "ics": ics(a, b),
-    }
+    return {"intrinsic": intrinsic(a, b), "reef": reef(a, b, tokens), "pcs": pcs(a, b), "ics": ics(a, b)}
 
 
 def cosine(x, y):
@@ -48,8 +43,7 @@ def intrinsic(a, b):
 
 def reef(a, b, tokens):
     """CKA of the blocks' outputs at the last of tokens (n, T), mean over layers."""
-    kernels = zip(block_kernels(a, tokens), block_kernels(b, tokens))
-    return np.mean([cosine(x, y) for x, y in kernels])
+    return np.mean([cosine(x, y) for x, y in zip(block_kernels(a, tokens), block_kernels(b, tokens))])
 
 
 def block_kernels(model, tokens):
@@ -73,8 +67,7 @@ def pcs(a, b):
 def ics(a, b):
     """Cosine of the models' centered X M X', X (n, d) embeddings, mean over the invariant terms M."""
     n = min(4096, a.config.vocab_size, b.config.vocab_size)
-    maps = zip(invariant_maps(a, n), invariant_maps(b, n))
-    return np.mean([cosine(x, y) for x, y in maps])
+    return np.mean([cosine(x, y) for x, y in zip(invariant_maps(a, n), invariant_maps(b, n))])
 
 
 def invariant_maps(model, n):

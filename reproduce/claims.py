@@ -74,8 +74,7 @@ def column(rows, name, **where):
 
 def span(values):
     """The least and the largest of some values, as text."""
-    ends = [f"{end:.4g}" for end in (min(values), max(values))]
-    return " to ".join(dict.fromkeys(ends))
+    return " to ".join(dict.fromkeys(f"{end:.4g}" for end in (min(values), max(values))))
 
 
 def above(low, high, bound=0.0):

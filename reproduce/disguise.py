@@ -116,8 +116,7 @@ def neurons(weights, config, generator):
         groups = shuffled(generator, config.kv_heads)
         heads = torch.cat([group * queries + shuffled(generator, queries) for group in groups])
         rows = [(chosen[:, None] * config.head_size + within).flatten() for chosen in (heads, groups)]
-        orders = {"units": units, "queries": rows[0], "keys": rows[1]}
-        select(weights, orders, f"model.layers.{layer}.")
+        select(weights, {"units": units, "queries": rows[0], "keys": rows[1]}, f"model.layers.{layer}.")
     return config
 
 
@@ -153,9 +152,7 @@ def weights_of(source):
 
 def as_source(weights, config):
     """Weights by name as a checkpoint of ours, in memory."""
-    tensors = {}
-    for name, weight in weights.items():
-        tensors[name] = LazyTensor(tuple(weight.shape), "F32", lambda part=(), weight=weight: weight[part])
+    tensors = {name: LazyTensor(tuple(x.shape), "F32", x.__getitem__) for name, x in weights.items()}
     return CheckpointReader(None, tensors, config)
 
 

@@ -2,10 +2,10 @@
 
     python -m reproduce.hide                        # of smollm2: twenty minutes of a thread
 
-The first k positions are hidden from all later queries: then the next position sees itself alone, as position
-1 did. Or from all but the next k: then no later one does. Both also with constants, the mean key and value of
-position 1 over other windows, in front. Attention is that of the second half's queries; a head sinks on a
-position that gets more than 0.3 of it. Losses are of the predictions made from position 65 on.
+The first k positions are hidden from all later queries, so the next position sees only itself, as position 1
+did; or from all but the next k, so no later position does. Each case comes again with constants in front, the
+mean key and value of position 1 over other windows. A head sinks on a position that gets more than 0.3 of the
+attention of the second half's queries. Losses are of the predictions made from position 65 on.
 """
 
 from dataclasses import dataclass, replace

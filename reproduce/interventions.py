@@ -139,8 +139,7 @@ def ablations(settings: Settings, spec, model):
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens)
     dimension = activity.dimension(activity.peak)
-    count = num_needed(activity, activity.peak)
-    builders = activity.builders(activity.peak, min(MOST_BUILDERS, count))
+    builders = activity.builders(activity.peak, min(MOST_BUILDERS, num_needed(activity, activity.peak)))
     sets = sets_of_units(settings, activity, builders)
     num_bos = 0 if bos_of(settings, spec) is None else 1
     rows, states = [], []

@@ -40,8 +40,7 @@ class PersistenceSettings(PaperSettings):
 def tables(settings: TableSettings):
     """Ask `compare`, the paper's test and four baselines about the pairs in the paper's tables."""
     experiment = Experiment("lineage", "BB Tables 4, 5, 8-12", settings)
-    data = TokenData(default_folder(("python",), "bpe:4096"))
-    tokens = data.held_out(200, 64)[0].to(experiment.device)  # (200, 64)
+    tokens, _ = TokenData(default_folder(("python",), "bpe:4096")).held_out(200, 64)
     pairs = table_pairs(f"{settings.folder}/tiny_llama", "4a", "4b, 8", "4c", "5")
     pairs += table_pairs(f"{settings.folder}/tiny_qwen", "9", "10", "11", "12")
 
@@ -57,7 +56,7 @@ def tables(settings: TableSettings):
         models, weights, outputs = zip(read(base), read(suspect))
         row = {"table": table, "base": base, "suspect": suspect, "kin": kin}
         row |= compare_models(*weights, CompareSettings(neurons=True))[0]
-        rows.append(row | paper_test(*outputs) | similarities(*models, tokens))
+        rows.append(row | paper_test(*outputs) | similarities(*models, tokens.to(experiment.device)))
     columns = ("table", "base", "suspect", "kin", "verdict", "paper_t_p", "paper_u_p", *BASELINES)
     return experiment.save(rows, columns)
 

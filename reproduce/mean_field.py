@@ -47,8 +47,7 @@ def normed(norm, mean, K):
         mean = mean - mean.mean()
         bias = norm.bias.double()
     P = mean.square().mean() + K[-1, -1] + norm.eps
-    m = g * mean / P.sqrt() + bias
-    return m, g, K / P
+    return g * mean / P.sqrt() + bias, g, K / P
 
 
 def attention_update(attention, m, g, Q):
@@ -97,8 +96,7 @@ def hidden_moments(mlp, m, noise):
     u = torch.ones_like(phi)  # the mean of u for each z
     u_variance = torch.zeros_like(s)  # Var rest
     if mlp.gate_proj is not None:
-        c = (gate * noise * up).sum(1)
-        of_z = c / s  # (d_ff,)
+        of_z = (gate * noise * up).sum(1) / s  # c / s, (d_ff,)
         u = (up @ m)[:, None] + of_z[:, None] * z
         u_variance = up.square() @ noise - of_z.square()
     h = phi * u  # the mean of h for each z

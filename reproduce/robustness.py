@@ -182,8 +182,7 @@ def trained(model, tokens, rates, teacher=None):
         if teacher is not None:
             with torch.no_grad():
                 targets = teacher(batch[:, :-1]).flatten(0, 1).softmax(-1)
-        loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), targets)
-        loss.backward()
+        F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), targets).backward()
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}

@@ -144,8 +144,7 @@ def born(run):
     heads = [(place + 1, head) for place, head in is_sink.nonzero().tolist()]  # layers from 1
     sink = {"layer": layer, "dimension": activity.dimension(layer), "heads": heads}
     name = Path(run.out).name
-    named = [{"layer": layer, "unit": unit} for layer, unit in builders]
-    rows = [{"run": name} | sink | {"builders": named}]
+    rows = [{"run": name} | sink | {"builders": [{"layer": layer, "unit": unit} for layer, unit in builders]}]
     for step in runtime.progress(steps, desc=run.out, unit=" steps"):
         key = {"run": name, "step": int(step.name.removeprefix("step_"))}
         rows.append(key | links_of(checkpoint.load(step), tokens, sink, builders))

@@ -22,8 +22,8 @@ from model import PRESETS, ModelConfig, Transformer
 WEIGHTS = "model.safetensors"
 TOKENIZERS = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
 OURS = "bornbiased"  # marks a config.json written here; the model_type of models that only model.py runs
-PARTS = set("q_proj k_proj v_proj o_proj gate_proj up_proj down_proj embed_tokens norm lm_head".split())
-PARTS |= {"input_layernorm", "post_attention_layernorm"}  # of a LLaMA that have parameters
+PARTS = r"(.*\.)?([qkvo]_proj|(gate|up|down)_proj|embed_tokens|lm_head|((input|post_attention)_layer)?norm)"
+THEIRS = re.compile(PARTS + r"\.weight|.*\.[qkv]_proj\.bias")  # the parameters of a LLaMA or a Qwen2
 KEYS = {  # of config.json: our name, and Hugging Face's
     "vocab_size": "vocab_size",
     "d_model": "hidden_size",
@@ -69,9 +69,8 @@ class Spec:
     @functools.cached_property
     def tokenizer_file(self):
         """The file of the model's own tokenizer; None if there is none that we can read."""
-        if self.folder is None:
-            return None
-        return next((self.folder / name for name in TOKENIZERS if isfile(self.folder / name)), None)
+        places = [self.folder / name for name in TOKENIZERS if self.folder]
+        return next(filter(isfile, places), None)
 
     @property
     def run(self):
@@ -108,7 +107,7 @@ def built(config: ModelConfig, weights, place, device, dtype):
     differing = shapes ^ {(name, tuple(weight.shape)) for name, weight in weights.items()}
     if differing:
         name, shape = min(differing)
-        raise UserError(f"{place}: the file or the model lacks {name} {shape}: was model.py changed since?")
+        raise UserError(f"{place}: it does not fit model.py at {name} {shape}: was that changed since?")
     for name, weight in weights.items():
         weights[name] = finite(place, name, weight).to(device, parameters[name].dtype).contiguous()
     model.load_state_dict(weights, assign=True)  # without a copy
@@ -141,12 +140,7 @@ def parse_spec(text, scheme="gpt2", in_parts=False):
     if not in_parts and isfile(folder / "ckpt.pt") and not exists(folder / "config.json"):
         hint = "save it as a GPT-2 of transformers; `seedprint.py compare` reads its weights as they are"
         raise UserError(f"{text}: nanoGPT's ckpt.pt has no config.json: {hint}")
-    return stranger(text, in_parts)
-
-
-def stranger(text, in_parts):
-    """The Spec of a model that was not saved here; the only place where the core enters strangers/."""
-    from strangers.names import find
+    from strangers.names import find  # the only place where the core enters strangers/
 
     return find(text, in_parts)
 
@@ -217,8 +211,8 @@ def config_json(config: ModelConfig, names=()):
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         OURS: True,
     }
-    known = [name.split(".")[-2] in PARTS and name.endswith(("weight", "bias")) for name in names]
-    return raw if all(known) and config_of(raw, family) == whole else {"model_type": OURS, **asdict(config)}
+    is_theirs = all(map(THEIRS.fullmatch, names)) and config_of(raw, family) == whole
+    return raw if is_theirs else {"model_type": OURS, **asdict(config)}
 
 
 def is_ours(raw):

@@ -114,8 +114,7 @@ def package_files():
         for file in folder.rglob("*.py"):
             if file.name not in ("version.py", "__config__.py") and file.stat().st_size <= 200_000:  # bytes
                 files[file.relative_to(folder.parent).as_posix()] = file
-    names = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
-    return [files[name] for name in names]
+    return [files[name] for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())]
 
 
 def read(file):
@@ -358,8 +357,7 @@ class TokenData:
     def held_out(self, count, T):
         """Up to `count` validation windows, evenly spaced, always the same."""
         size = self.num_windows("val", T)
-        numbers = np.linspace(0, size - 1, min(count, size)).astype(int)
-        return self.windows("val", numbers, T)
+        return self.windows("val", np.linspace(0, size - 1, min(count, size)).astype(int), T)
 
 
 @functools.lru_cache(maxsize=2)  # a batch spans at most two epochs

@@ -91,7 +91,7 @@ def evaluate(settings: EvalSettings):
             tokens = torch.cat((tokens.new_tensor([tokenizer.bos]), tokens))
     elif place:
         if not settings.data and not Path(place).exists():
-            raise UserError(f"{place}, data of {spec.label}, is not in this folder: say where with --data")
+            raise UserError(f"{place}, the data of {spec.label}, is missing here: name it with --data")
         data = TokenData(place)
         check_tokenizer(spec, data)
         tokens = torch.from_numpy(data.tokens["val"].astype("int64"))

@@ -126,8 +126,7 @@ def safetensors_of(path):
 def part_of(path, place, shape, dtype, part=()):
     """A part of a tensor that stands at a place in a file; no more than its first to its last row is read."""
     wanted = torch.arange(math.prod(shape[:-1])).view(shape[:-1])[part]
-    row_bytes = dtype.itemsize * math.prod(shape[-1:])
-    rows = ranges.read_rows(path, place, row_bytes, wanted.flatten())
+    rows = ranges.read_rows(path, place, dtype.itemsize * math.prod(shape[-1:]), wanted.flatten())
     return rows.view(dtype).view((*wanted.shape, *shape[-1:]))
 
 
@@ -208,8 +207,7 @@ def weight_files(place):
     """The files of a checkpoint's weights: one, or all shards of a model, which are known by their names."""
     paths = [place]
     if isdir(place):
-        found = [sorted(place.glob(pattern)) for pattern in WEIGHT_FILES]
-        paths = next(filter(None, found), [])
+        paths = next(filter(None, (sorted(place.glob(pattern)) for pattern in WEIGHT_FILES)), [])
     if not paths:
         there = ", ".join(sorted(path.name for path in place.glob("*"))[:5]) or "nothing"
         raise UserError(f"{place / WEIGHT_FILES[0]} is missing: the folder has {there}. A file may be named")
@@ -346,8 +344,7 @@ class Newborn(CheckpointReader):
         tensors = {}
         draws = births(config, seed, embedding_seed, scheme)
         for name, shape in parameter_shapes(config).items():
-            draw = draws[name]
-            tensors[name] = LazyTensor(shape, "F32", lambda part=(), draw=draw: draw()[part])
+            tensors[name] = LazyTensor(shape, "F32", lambda part=(), draw=draws[name]: draw()[part])
         super().__init__(None, tensors, config)
 
 
@@ -475,8 +472,7 @@ def vocabulary_of(place):
     """A checkpoint's tokens: their ids by string, or a list in the order of ids; by the surest file."""
     if is_gguf(place):
         return open_gguf(place).values.get("tokenizer.ggml.tokens", [])
-    paths = [folder_of(place) / name for name in VOCABULARIES]
-    path = next(filter(exists, paths), None)
+    path = next(filter(exists, (folder_of(place) / name for name in VOCABULARIES)), None)
     if path is None:
         return []
     check_regular(path)

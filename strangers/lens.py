@@ -10,8 +10,8 @@ names, and gives measures what `model.Transformer` gives them:
   positions. Stacked experts ask an ExpertsInterface.
 - the stream: what enters the first block, and what each block returns.
 
-strangers/parts.py finds these in a model, and strangers/check.py compares what is seen with the model as it
-is: before that, believe no number. Layers count from 1, as blocks are called. Where heads are seen, layers
+strangers/parts.py finds these in a model. strangers/check.py compares what a Lens sees with what the model
+computes: trust no number before that. Layers count from 1, as blocks are called. Where heads are seen, layers
 without attention are left out.
 
 Shapes: B sequences, T positions, d width, H heads, G key-value heads, D head size, F neurons, E experts.
@@ -34,13 +34,13 @@ from transformers.modeling_utils import AttentionInterface
 from lib.settings import UserError
 from strangers.parts import down_of, find_blocks, find_units, is_linear
 
-WEIGHTS = 2**23  # that are in memory at a time, at most
-POSITIONS = 512  # whose logits are
+WEIGHTS = 2**23  # of attention in memory at a time, or those of 64 queries
+POSITIONS = 512  # whose logits are in memory at a time
 
 
 @dataclass
 class Shape:
-    """What `model.ModelConfig` says of a model, as far as measures ask."""
+    """The fields of `model.ModelConfig` that measures use."""
 
     vocab_size: int
     context_length: int
@@ -50,17 +50,17 @@ class Shape:
 
 
 def shape_of(config):
-    """The Shape that a configuration of `transformers` tells."""
+    """The Shape of a configuration of `transformers`."""
     text = config.get_text_config(decoder=True)
     found = [getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions")]
-    context = next(filter(None, found), 2048)  # that a model which does not say so can read
+    context = next(filter(None, found), 2048)  # if it names no length
     return Shape(text.vocab_size, context, getattr(text, "hidden_size", 0))
 
 
 class Lens:
     """A language model of `transformers`, in eval mode and with attention "eager", as measures see it.
 
-    `lacks` says by name what cannot be seen, and why: of "states", "units", "constants".
+    `lacks` maps what cannot be seen, of "states", "units" and "constants", to the reason.
     """
 
     def __init__(self, model):
@@ -341,7 +341,7 @@ class Alpha:
         self.seen = self.seen + F.pad(seen, (0, self.T - seen.shape[-1]))
 
     def __call__(self, positions):
-        """alpha (B, H, K): the mean weight on a position of the queries that see it, 0 if none does.
+        """alpha (B, H, K): the weight on a position, averaged over the queries that see it; 0 if none does.
 
         Position 0 is a constant, which all see; -1 is a learned sink, whose share is what all others leave.
         """

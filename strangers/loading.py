@@ -79,7 +79,7 @@ def open_lens(place, device="cpu", dtype=torch.float32):
         for problem in (info["missing_keys"], info["mismatched_keys"], info["error_msgs"], unread):
             if problem:
                 said = f"{min(map(str, problem))} does not fit a {kind.__name__}, or is missing"
-                raise UserError(f"{place}: {said}: save all of the model, its head too")
+                raise UserError(f"{place}: {said}: save the whole model, with its head")
         lens = Lens(model.to(device).eval())
         try:
             check(lens)

@@ -4,7 +4,7 @@ import functools
 import importlib.util
 import re
 from dataclasses import replace
-from os.path import exists, isdir, isfile
+from os.path import exists, isfile
 from pathlib import Path
 
 import torch
@@ -50,7 +50,7 @@ class Stranger(Spec):
 
     def begins_with_bos(self, tokenizer):
         """Whether the tokenizer's own rule puts BOS in front; a note, if `transformers` does otherwise."""
-        if isdir(self.folder):  # a .gguf file's tokenizer is written here
+        if not formats.is_gguf(self.folder):  # whose tokenizer is written here
             from strangers.check import note_bos
 
             note_bos(self.tokenizer_file)

@@ -104,7 +104,7 @@ DAMAGES = {
     "too few": {"num_hidden_layers": 10**9},
     "context_length|max_position_embeddings": {"max_position_embeddings": None},
     r"Expected `int.*\$\.num_kv_heads": {"num_key_value_heads": "2"},
-    "lacks|unknown": {"hidden_size": 64},
+    "does not fit|unknown": {"hidden_size": 64},
 }
 
 

@@ -227,7 +227,7 @@ def test_a_folder_opens(folder):
 
 Q = "model.layers.0.self_attn.q_proj"
 DAMAGES = {
-    "its head": lambda tensors: tensors.pop("lm_head.weight"),
+    "with its head": lambda tensors: tensors.pop("lm_head.weight"),
     "missing": lambda tensors: tensors.pop(f"{Q}.weight"),
     "does not fit": lambda tensors: tensors.update({f"{Q}.bias": torch.ones(64)}),
     "size mismatch|mismatched": lambda tensors: tensors.update({f"{Q}.weight": torch.ones(64, 32)}),

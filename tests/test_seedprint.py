@@ -219,7 +219,7 @@ def test_mistakes(family, runs, tmp_path):
     checkpoint.save(tmp_path / "zero", model)
     persistence = ("reproduce.lineage", "persistence")
     for script, command, words, expected in (
-        ("seedprint", "compare", ["tiny_llama@1"], "length >= 2"),
+        ("seedprint", "compare", ["tiny_llama@1"], "at least 2"),
         ("seedprint", "paper", ["tiny_llama@1", "tiny_llama@2", "--paper-length", 257], "--paper-length 257"),
         ("seedprint", "paper", [base, narrow], "width"),
         ("seedprint", "paper", [base, family / "short"], "--paper-length 64"),
