@@ -26,7 +26,7 @@ GEMMA = "models/gemma-3-270m-q4_k_m.gguf"
 TWO, FOUR, TWELVE, FEW = [f"--num-sequences {count}" for count in (2, 4, 12, 25)]
 BFLOAT16, WIKI = "--dtype bfloat16", "--text data/wikitext-2/test.txt"
 LONG = "--num-sequences 16 --sequence-length 64 512"
-RELEASED = "seedprint.py paper runs/released/step_0000000 runs/released nano_llama@43 --released"
+RELEASED = "seedprint.py paper --released runs/released/step_0000000 runs/released nano_llama@43"
 TRANSPLANT = "-m reproduce.interventions transplant"
 THREE_MODELS = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} {TWELVE}"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
@@ -55,8 +55,8 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "matrix": f"seedprint.py matrix --neurons tiny_llama@1000 tiny_llama@123 {LLAMA}-1000 {LLAMA}-123",
     "identify": f"seedprint.py identify {LLAMA}-1000",
     "robustness": f"-m reproduce.robustness smollm2 {GEMMA} {SMALL} {LARGE}",
-    "released/tokens/paper_test": f"{RELEASED} --inputs tokens",
-    "released/gaussian/paper_test": f"{RELEASED} --inputs gaussian",
+    "released/tokens/paper_test": f"{RELEASED} --paper-sequences 300",
+    "released/gaussian/paper_test": f"{RELEASED} --paper-sequences 300 --inputs gaussian",
     "errors": "-m reproduce.errors",
     "persistence": f"-m reproduce.lineage persistence {LLAMA}-1000 --stranger {LLAMA}-123",
     "qwen/persistence": f"-m reproduce.lineage persistence {QWEN}-1000 --stranger {QWEN}-123",

@@ -96,7 +96,7 @@ def test_a_mask_is_made_for_some_queries(lens, monkeypatch):
     monkeypatch.setattr(lenses, "eager_mask", note)
     monkeypatch.setattr(lenses, "WEIGHTS", 4000)
     lens.hidden(lens.probe_tokens(LONGEST))
-    assert made and max(made) < 64
+    assert made and max(made) <= 64
 
 
 @torch.no_grad()
