@@ -66,7 +66,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "smollm2/intervene": "-m reproduce.interventions intervene --model smollm2 --factor 2 8 32",
     "smollm2/hide": "-m reproduce.hide --model smollm2",
     "qwen2.5-coder-0.5b/hide": f"-m reproduce.hide --model {SMALL} --num-sequences 6",
-    "qwen2.5-coder-1.5b/hide": f"-m reproduce.hide --model {LARGE} --num-sequences 6",
+    "qwen2.5-coder-1.5b/hide": f"-m reproduce.hide --model {LARGE} --num-sequences 3",
     "gemma-3-270m/hide": f"-m reproduce.hide --model {GEMMA}",
     "text/hide": "-m reproduce.hide --model runs/text/none-42 runs/text/attenuate-42",
     "smollm2/ablate": "-m reproduce.interventions ablate --model smollm2",
