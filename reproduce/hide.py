@@ -129,7 +129,7 @@ def draw_hidden(path, rows) -> None:
             where.text(x, y, text, ha="center", va="center", color=colour, size=8)
         where.set_xticks(range(1 + SHOWN), ["constant", *range(1, 1 + SHOWN)])
         where.set_yticks(range(len(cases)), map(words_of, cases))
-        where.set(xlabel="position", title=f"{label}: % of heads that sink there")
+        where.set(xlabel="position", title=f"{label}\n% of heads that sink there")
         added = np.array([[row["added"], row["low"], row["high"]] for row in cases]).T
         cost.barh(range(len(cases)), added[0], xerr=abs(added[1:] - added[0]), color=BLUE)
         cost.axvline(0, color="black", ls="--", lw=1)
