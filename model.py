@@ -349,9 +349,13 @@ class Transformer(nn.Module):
 
     @contextlib.contextmanager
     def hidden_units(self, on_units):
-        """While open, `on_units(layer, units, 0)` sees, and may replace, neurons (B, T, d_ff)."""
+        """While open, `on_units(layer, units)` sees, and may replace, neurons (B, T, d_ff)."""
+
+        def hook(layer, down_proj, inputs):
+            (units,) = inputs
+            return on_units(layer, units)
+
         with contextlib.ExitStack() as stack:
             for layer, block in enumerate(self.blocks, start=1):
-                hook = partial(lambda layer, module, inputs: on_units(layer, *inputs, 0), layer)
-                stack.enter_context(block.mlp.down_proj.register_forward_pre_hook(hook))
+                stack.enter_context(block.mlp.down_proj.register_forward_pre_hook(partial(hook, layer)))
             yield

@@ -3,47 +3,37 @@
 from collections import defaultdict
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from init import variant
-from lib.files import atomic_file
 from lib.runtime import default_batch_size, progress
 from lib.settings import UserError
 from model import Transformer
 
-TINY = 1e-12  # in a denominator, so that 0 / 0 is 0
 EPSILON = 0.3  # a sink head has an alpha_1 above this (arXiv 2410.10781)
+CONSTANT, LEARNED = 0, -1  # places that are no position of the text
+
+
+def batches(tokens: Tensor):
+    """Batches of sequences (n, T) that fit in memory, with a progress bar."""
+    parts = tokens.split(default_batch_size(tokens.device, tokens.shape[1]))
+    return progress(parts, desc="sequences", unit=" batches", leave=False)
 
 
 @torch.inference_mode()
-def attention_to(model, tokens: Tensor, positions=(1,), on_heads=None, on_state=None):
-    """alpha_k of tokens (B, T) at K positions, (B, L, H, K), and their final states (B, T, d).
+def attention_to(model, tokens: Tensor, positions=(1,), on_state=None):
+    """alpha_k of a batch of tokens (B, T) at K positions, (B, L, H, K), and their final states (B, T, d).
 
-    Position 0 is a key and value in front of the text: constants, or an explicit sink. -1 is a learned sink:
-    the weight that a stranger's softmax gives to no key.
+    CONSTANT is a key and value in front of the text: constants, or an explicit sink. LEARNED is what a
+    stranger's softmax gives to no key.
     """
     layers = []
 
-    def watch(layer, heads, q, k, v, alpha):
-        layers.append(alpha(positions))
-        if on_heads is not None:
-            return on_heads(layer, heads, q, k, v, alpha)
+    def on_heads(layer, heads, q, k, v, alpha):
+        layers.append(alpha(positions))  # (B, H, K)
 
-    states = model.hidden(tokens, on_heads=watch, on_state=on_state)
+    states = model.hidden(tokens, on_state=on_state, on_heads=on_heads)
     return torch.stack(layers, dim=1), states
-
-
-def ratio_of_first(vectors: Tensor) -> Tensor:
-    """The norm at position 1 divided by the median norm elsewhere, of vectors (..., T, D)."""
-    norms = torch.linalg.vector_norm(vectors, dim=-1, dtype=torch.float32)
-    return norms[..., 0] / norms[..., 1:].median(dim=-1).values.clamp(min=TINY)
-
-
-def disparity(states: Tensor) -> Tensor:
-    """max |h| / mean |h| over the dimensions of states (..., d) (SO)."""
-    states = states.float().abs()
-    return states.amax(-1) / states.mean(-1).clamp(min=TINY)
 
 
 def sink_share(alpha: Tensor) -> Tensor:
@@ -51,18 +41,40 @@ def sink_share(alpha: Tensor) -> Tensor:
     return (alpha > EPSILON).float().mean(dim=(1, 2))
 
 
-def sink_statistics(model, tokens: Tensor, others=()):
-    """For tokens (n, T): a row about sinks on position 1 and on any of `others`, and alpha_1 (n, L, H)."""
-    alphas = [attention_to(model, part, (1, 0, -1, *others))[0] for part in batches(tokens)]
-    alpha, constant, learned, *rest = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
+def sink_statistics(model, tokens: Tensor, other_positions=()):
+    """For tokens (n, T): a row about sinks on position 1 and on any other position, and alpha_1 (n, L, H)."""
+    positions = (1, CONSTANT, LEARNED, *other_positions)
+    alphas = [attention_to(model, part, positions)[0] for part in batches(tokens)]
+    alpha1, constant, learned, *others = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
     row = {
-        "sink_rate": sink_share(alpha).mean().item(),
-        "other_sink_rate": sink_share(torch.stack(rest).amax(0)).mean().item() if rest else None,
-        "mean_alpha1": alpha.mean().item(),
+        "sink_rate": sink_share(alpha1).mean().item(),
+        "other_sink_rate": sink_share(torch.stack(others).amax(0)).mean().item() if others else None,
+        "mean_alpha1": alpha1.mean().item(),
         "constant_alpha": constant.mean().item(),
         "learned_sink_alpha": learned.mean().item(),
     }
-    return row, alpha
+    return row, alpha1
+
+
+class Means:
+    """Means over n sequences that come in batches.
+
+    `means.add(3, key=k)` adds a batch's k (B, ...) of layer 3. After all batches `means.of[3]["key"]` is the
+    mean (...).
+    """
+
+    def __init__(self, n):
+        self.n = n
+        self.of = defaultdict(lambda: defaultdict(float))
+
+    def add(self, layer, **values: Tensor) -> None:
+        """Add the values of a batch, (B, ...) each, or their sum, (1, ...)."""
+        for name, value in values.items():
+            self.of[layer][name] += value.sum(0).cpu() / self.n
+
+    def stack(self, name) -> Tensor:
+        """The means of one name in all layers that have it: (layers, ...)."""
+        return torch.stack([means[name] for means in self.of.values() if name in means])
 
 
 def check_seen(model, *parts) -> None:
@@ -72,51 +84,17 @@ def check_seen(model, *parts) -> None:
             raise UserError(f"its {part} cannot be seen: {model.lacks[part]}")
 
 
-def batches(tokens: Tensor):
-    """Batches of sequences (n, T) that fit in memory, with a progress bar."""
-    parts = tokens.split(default_batch_size(tokens.device, tokens.shape[1]))
-    return progress(parts, desc="sequences", unit=" batches", leave=False)
-
-
-class Means:
-    """Means over sequences that come in batches: for each name, one tensor per layer."""
-
-    def __init__(self, num_sequences):
-        self.num_sequences = num_sequences
-        self.of = defaultdict(lambda: defaultdict(float))  # by name, by layer
-
-    def add(self, name, layer, values: Tensor) -> None:
-        """Add the values of a batch, (B, ...), or their sum, (1, ...)."""
-        self.of[name][layer] += values.sum(0).cpu() / self.num_sequences
-
-    def stack(self, name) -> Tensor:
-        """The means of all layers, stacked: (layers, ...)."""
-        return torch.stack(list(self.of[name].values()))
-
-    def add_heads(self, layer, heads: Tensor, q, k, v, alpha) -> None:
-        """An on_heads that adds the outputs of heads (B, H, T, Dh), for `std`."""
-        self.add("heads", layer, heads.double())
-        self.add("squared heads", layer, heads.double().square())
-
-    def std(self, layer, dims=(0, 2)) -> Tensor:
-        """Standard deviation of heads' outputs over sequences and `dims` of (H, T, Dh); by default (T,)."""
-        mean = self.of["heads"][layer].mean(dims)
-        square = self.of["squared heads"][layer].mean(dims)
-        return (square - mean.square()).clamp(min=0).sqrt()
-
-
 @torch.inference_mode()
 def constants_at(model, tokens: Tensor, position=1):
-    """The mean key and value, (G, Dh) each, of a position over sequences (n, T), by layer."""
+    """The mean key, rotated, and value, (G, Dh) each, of a position over sequences (n, T), by layer."""
     means = Means(len(tokens))
 
     def on_heads(layer, heads, q, k, v, alpha):
-        means.add("key", layer, k[:, :, position - 1])
-        means.add("value", layer, v[:, :, position - 1])
+        means.add(layer, key=k[:, :, position - 1], value=v[:, :, position - 1])
 
-    for part in batches(tokens[:, :position]):
+    for part in batches(tokens[:, :position]):  # it sees no later ones
         model.hidden(part, on_heads=on_heads)
-    return {layer: (key, means.of["value"][layer]) for layer, key in means.of["key"].items()}
+    return {layer: (found["key"], found["value"]) for layer, found in means.of.items()}
 
 
 def with_constants(model, constants):
@@ -129,22 +107,10 @@ def with_constants(model, constants):
         raise UserError("the model has an explicit sink already")
     if not isinstance(model, Transformer):
         return model.with_constants(constants)
-    other = variant(model, explicit_sink=True)
-    for layer, block in enumerate(other.blocks, start=1):
-        attends, like = block.self_attn, block.self_attn.k_proj.weight
-        pair = [torch.nn.Parameter(x.flatten().to(like, copy=True)) for x in constants.get(layer, ())]
-        attends.sink_key, attends.sink_value = pair or (None, None)
-    return other
-
-
-def save_constants(path, constants, **facts) -> None:
-    """Write constants, (G, D) each by layer, as keys.N and values.N, (1, G, 1, D), with `facts` as metadata.
-
-    So a key-value cache of `transformers` holds one token in layer N, counted from 0 (docs/sinks.md).
-    """
-    tensors = {}
+    other = variant(model)
     for layer, (key, value) in constants.items():
-        tensors[f"keys.{layer - 1}"] = key[None, :, None].contiguous()
-        tensors[f"values.{layer - 1}"] = value[None, :, None].contiguous()
-    with atomic_file(path) as temporary:
-        save_file(tensors, temporary, {name: str(fact) for name, fact in facts.items()})
+        attention = other.blocks[layer - 1].self_attn
+        like = attention.k_proj.weight  # in its dtype and on its device
+        attention.sink_key = nn.Parameter(key.flatten().to(like, copy=True))
+        attention.sink_value = nn.Parameter(value.flatten().to(like, copy=True))
+    return other

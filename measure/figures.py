@@ -2,8 +2,7 @@
 
 import numpy as np
 
-from lib.figures import curves, lines_of, new_figure, save_figure, short_names
-from measure.units import LINKS
+from lib.figures import curves, new_figure, save_figure, short_names
 
 
 def draw_heads(path, title, rows, key, columns=None) -> None:
@@ -22,27 +21,6 @@ def draw_heads(path, title, rows, key, columns=None) -> None:
         axes.locator_params(integer=True, min_n_ticks=1)
     figure.colorbar(image, ax=grid, label="mean attention")
     save_figure(figure, path)
-
-
-def draw_chain(path, rows) -> None:
-    """Draw the links of SO's chain, a colour per model, from rows by layer and position."""
-    question = "What singles position 1 out, layer by layer? (dotted: median of the other positions)"
-    figure, grid = new_figure(question, 2, 3, height=3)
-    for axes, (key, title) in zip(grid.flat, LINKS.items()):
-        axes.set_title(title, fontsize=10)
-        scale = "linear" if key in ("key_alignment", "alpha") else "log"
-        axes.set(xlabel="position" if key == "std" else "layer", yscale=scale)
-        for label, points in lines_of(rows, "checkpoint"):
-            link = np.array([point[key] for point in points], float)  # NaN in layers without attention
-            link = link.reshape(points[-1]["layer"], -1)  # (L, T)
-            if key == "std":
-                first = np.isfinite(link).any(1).argmax()
-                axes.loglog(range(1, link.shape[1] + 1), link[first], label=label)
-                continue
-            layers = range(1, len(link) + 1)
-            (line,) = axes.plot(layers, link[:, 0], "o-", ms=3)
-            axes.plot(layers, np.median(link[:, 1:], axis=1), ":", color=line.get_color())
-    save_figure(figure, path, grid[0, 0])
 
 
 def draw_transplants(path, rows, layers) -> None:

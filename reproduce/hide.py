@@ -18,17 +18,16 @@ import torch.nn.functional as F
 from lib.figures import BLUE, new_figure, save_figure, short_names, unique
 from lib.results import interval
 from lib.settings import Command, at_least, run_script
-from measure.attention import EPSILON, Means, attention_to, batches, constants_at, disparity, with_constants
-from measure.units import names_of, observe, watch
+from measure.attention import EPSILON, Means, attention_to, batches, constants_at, with_constants
+from measure.units import disparity, names_of, observe
 from model import Transformer, with_sink
-from sinks import Settings, measure_models
-from sources.inputs import read_tokens
+from sources.inputs import TextExperiment, TextSettings, read_tokens
 
 HIDDEN, SHOWN, FROM = (1, 2, 4), 8, 64  # positions that are hidden, and told of; predictions left out
 
 
 @dataclass
-class HideSettings(Settings):
+class HideSettings(TextSettings):
     """The settings of `hide`."""
 
     num_sequences: at_least(2) = 8  # sequences
@@ -38,10 +37,11 @@ class HideSettings(Settings):
 
 def hide(settings: HideSettings):
     """Can a sink be hidden? The first positions, hidden from all later ones or from most (minutes)"""
-    experiment, lists = measure_models("hide", "ours", settings, every_case)
+    experiment = TextExperiment("hide", "ours", settings)
+    rows = experiment.rows(every_case)
     columns = ("checkpoint", "kind", "hidden", "constants", "sink_rates", "any_token", "constant")
-    draw_hidden(experiment.folder / "hide.png", lists["rows"])
-    return experiment.save(**lists, columns=(*columns, "loss", "added", "low", "high"))
+    draw_hidden(experiment.folder / "hide.png", rows)
+    return experiment.save(rows, (*columns, "loss", "added", "low", "high"))
 
 
 @torch.inference_mode()
@@ -50,7 +50,7 @@ def every_case(settings: HideSettings, spec, model):
     T, n, c = settings.sequence_length, settings.num_sequences, settings.num_constants
     tokens, others = read_tokens(replace(settings, num_sequences=n + c), spec, T).split((n, c))
     activity = observe(model, tokens)
-    builder = activity.builders(activity.peak, 1)[0]
+    (builder,) = activity.builders(1)
     query = torch.arange(T, device=tokens.device)[:, None]
     cases = [("as it is", 0, query < 0)]
     cases += [("hidden", k, (query.T < k) & (query > query.T)) for k in HIDDEN]
@@ -62,7 +62,7 @@ def every_case(settings: HideSettings, spec, model):
         usual = losses if usual is None else usual
         key = {"kind": kind, "hidden": k, "constants": reader is not model}
         rows.append(key | row | interval(losses - usual, "added"))
-    return {"rows": rows}
+    return rows
 
 
 def measured(model, tokens, hides, builder):
@@ -71,9 +71,13 @@ def measured(model, tokens, hides, builder):
     alphas, losses = [], []
 
     def on_state(layer, x):
-        means.add("disparity", layer, disparity(x[:, :SHOWN]))
+        means.add(layer, disparity=disparity(x[:, :SHOWN]))
 
-    with watch(model, builder) as activations:
+    def on_units(layer, units):
+        if layer == builder[0]:
+            means.add(layer, builder=units[..., builder[1]].float().abs()[:, :SHOWN])
+
+    with model.hidden_units(on_units):
         for part in batches(tokens):
             alpha, states = late_attention(model, part, hides, on_state)
             alphas.append(alpha.cpu())
@@ -84,7 +88,7 @@ def measured(model, tokens, hides, builder):
     row = {"sink_rates": rates[:SHOWN], "constant": constant, "builder": names_of([builder])}
     row["any_token"] = sinks[..., 1:].any(-1).float().mean().item()
     row["disparities"] = means.stack("disparity").amax(0).tolist()
-    row["activations"] = torch.cat(activations)[:, :SHOWN].mean(0).tolist()
+    row["activations"] = means.of[builder[0]]["builder"].tolist()
     return row | {"loss": np.mean(losses).item()}, np.array(losses)
 
 

@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import sinks
 from lib.figures import curves
@@ -17,10 +18,11 @@ from lib.results import interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
-from measure.units import names_of, observe, ranked, watch, zero_units
+from measure.anatomy import describe, jumps
+from measure.units import disparity, names_of, observe, ranked, zero_units
 from model import Transformer
-from sinks import Case, Settings, TransplantSettings, alpha_and_loss, measure_models
-from sources.inputs import bos_of, read_tokens
+from sinks import Case, TransplantSettings, alpha_and_loss
+from sources.inputs import TextExperiment, TextSettings, bos_of, read_tokens
 
 MOST_BUILDERS = 64  # that `ablate` ablates
 ELSEWHERE = 10  # where a BOS that is not first stands
@@ -28,7 +30,7 @@ ACTIVE = 0.1  # `intervene`: a builder fires at this share of its mean at positi
 
 
 @dataclass
-class InterveneSettings(Settings):
+class InterveneSettings(TextSettings):
     """The settings of `intervene`."""
 
     position: at_least(1) = 10  # k, the position to make a sink, counted from 1 (SO: 10)
@@ -41,64 +43,61 @@ def intervene(settings: InterveneSettings):
     k = settings.position
     if k > settings.sequence_length:
         raise UserError(f"--position {k}: the sequence has {settings.sequence_length}")
-    experiment, lists = measure_models("intervene", "SO", settings, every_intervention)
+    experiment = TextExperiment("intervene", "SO", settings)
+    rows, points, builders = [], [], []
+    for named, spec, model in experiment.models():
+        tokens = read_tokens(experiment.settings, spec, settings.sequence_length)
+        activity = observe(model, tokens)
+        (builder,) = activity.builders(1)
+        described = describe(activity, [builder])
+        builders += [named | row for row in described]
+        kinds = [("none", None), ("self_mask", None)]
+        kinds += itertools.product(("amplify", "scale"), settings.factor)
+        cases = list(itertools.product(("all", 1), kinds))
+        for changed, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
+            case = named | {"position": k, "changed": changed, "intervention": kind, "factor": factor}
+            alpha, activation = intervened(model, tokens, builder, k, changed, kind, factor)  # (n,) each
+            active = activation >= ACTIVE * described[0]["first"]
+            row = case | interval(alpha, "alpha_k") | {"fires": active.float().mean().item()}
+            row["alpha_k_firing"] = alpha[active].mean().item() if active.any() else None
+            row["alpha_k_off"] = None if active.all() else alpha[~active].mean().item()
+            rows.append(row)
+            for size, value in zip(activation.tolist(), alpha.tolist()):
+                points.append(case | {"activation": size, "alpha_k": value})
     columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "fires")
-    result = experiment.save(**lists, columns=(*columns, "alpha_k_firing", "alpha_k_off"))
-    factor = max(settings.factor)
-    points = [point | {"changed in layer": point["changed"]} for point in lists["points"]]
-    shown = [point for point in points if point["factor"] in (None, factor)]
+    columns += ("alpha_k_firing", "alpha_k_off")
+    result = experiment.save(rows, columns, points=points, builders=builders)
+    most = max(settings.factor)
+    shown = [point | {"changed in layer": point["changed"]} for point in points]
+    shown = [point for point in shown if point["factor"] in (None, most)]
     question = f"Where the first builder is active at position {k}, is that a sink? (a point per sequence; "
-    question += f"a factor of {factor:g} in all layers can break a model: attention rises anyhow)"
+    question += f"a factor of {most:g} in all layers can break a model: attention rises anyhow)"
     keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed in layer"}
     labels = {"xlabel": f"|activation| of the first builder at {k}", "ylabel": f"attention to position {k}"}
     curves(shown, experiment.folder / "intervene.png", question, **keys, style="o", log="x", **labels)
     return result
 
 
-def every_intervention(settings: InterveneSettings, spec, model):
-    """A row for each intervention, in all layers and in layer 1 alone, and a point for each sequence.
+def intervened(model, tokens, builder, k, changed, kind, factor):
+    """Attention to position k, and the builder's |activation| there, in each sequence: (n,) each.
 
-    alpha_k is the mean over heads in the layers above the strongest builder (above layer 1 if that is in the
-    last). `fires` is the share of sequences in which the builder fires at position k. All sequences are one
-    batch, because `amplify` needs their mean.
+    Attention is the mean over heads in the layers above the builder (above layer 1 if that is in the last).
+    All sequences are one batch, because `amplify` needs their mean. Heads' outputs o_k at k are replaced in
+    the `changed` layer, or in "all". With `self_mask` o_k becomes the value at k, as if k saw itself alone.
+    With `amplify`, SO's, it becomes mu + factor (o_k - mu), where mu is the mean of o_k over sequences; with
+    `scale` it becomes factor o_k.
     """
-    k = settings.position
-    tokens = read_tokens(settings, spec, settings.sequence_length)
-    activity = observe(model, tokens)
-    builder = activity.builders(activity.peak, 1)[0]
-    described = activity.describe([builder])
-    skipped = builder[0] if builder[0] < model.config.num_layers else 1  # layers the builder cannot change
-    kinds = [("none", None), ("self_mask", None), *itertools.product(("amplify", "scale"), settings.factor)]
-    cases = list(itertools.product(("all", 1), kinds))
-    rows, points = [], []
-    for changed, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
-        on_heads = replace_heads(model, k, changed, kind, factor)
-        with watch(model, builder) as activations:
-            alpha, _ = attention.attention_to(model, tokens, (k,), on_heads)  # (n, L, H, 1)
-        alpha = alpha.cpu()[..., 0].mean(2)[:, skipped:].double().mean(1)  # (n,)
-        activation = activations[0][:, k - 1]  # (n,)
-        active = activation >= ACTIVE * described[0]["first"]  # (n,)
-        case = {"position": k, "changed": changed, "intervention": kind, "factor": factor}
-        row = case | interval(alpha, "alpha_k") | {"fires": active.float().mean().item()}
-        row["alpha_k_firing"] = alpha[active].mean().item() if active.any() else None
-        row["alpha_k_off"] = None if active.all() else alpha[~active].mean().item()
-        rows.append(row)
-        for size, value in zip(activation.tolist(), alpha.tolist()):
-            points.append(case | {"activation": size, "alpha_k": value})
-    return {"rows": rows, "points": points, "builders": described}
+    alphas, activations = [], []
 
-
-def replace_heads(model, k, changed, kind, factor):
-    """An `on_heads` that replaces heads' outputs o_k at position k, in the `changed` layer or in "all".
-
-    With `self_mask` o_k becomes the value at k, as if k saw itself alone. With `amplify`, SO's, it becomes
-    mu + factor (o_k - mu), where mu is the mean of o_k over sequences; with `scale` it becomes factor o_k.
-    """
+    def on_units(layer, units):
+        if layer == builder[0]:
+            activations.append(units[:, k - 1, builder[1]].float().abs().cpu())
 
     def on_heads(layer, heads, q, key, v, alpha):
-        if changed not in ("all", layer):
+        alphas.append(alpha((k,)))  # (n, H, 1)
+        if kind == "none" or changed not in ("all", layer):
             return None
-        o_k = heads[:, :, k - 1 : k]  # (B, H, 1, Dh)
+        o_k = heads[:, :, k - 1 : k]  # (n, H, 1, Dh)
         if kind == "self_mask":
             own = v[:, :, k - 1 : k].repeat_interleave(heads.shape[1] // v.shape[1], dim=1)
             is_ours = isinstance(model, Transformer)
@@ -110,17 +109,22 @@ def replace_heads(model, k, changed, kind, factor):
             o_k = factor * o_k
         return torch.cat((heads[:, :, : k - 1], o_k, heads[:, :, k:]), dim=2)
 
-    return on_heads
+    with model.hidden_units(on_units):
+        model.hidden(tokens, on_heads=on_heads)
+    skipped = builder[0] if builder[0] < model.config.num_layers else 1  # layers the builder cannot change
+    alpha = torch.stack(alphas, dim=1).cpu()[..., 0]  # (n, L, H)
+    return alpha.mean(2)[:, skipped:].double().mean(1), sum(activations)
 
 
 @torch.inference_mode()
-def ablate(settings: Settings):
+def ablate(settings: TextSettings):
     """Which neurons build the sink? Ablates 1, 2, 4, ... of them (ours; ten minutes)"""
-    experiment, lists = measure_models("ablate", "ours", settings, ablations)
+    experiment = TextExperiment("ablate", "ours", settings)
+    rows = experiment.rows(ablations)
     columns = ("checkpoint", "kind", "num_ablated", "left", "disparity", "sink_rate", "low", "high")
-    result = experiment.save(**lists, columns=(*columns, "mean_alpha1", "loss", "units"))
+    result = experiment.save(rows, (*columns, "mean_alpha1", "loss", "units"))
     points = []
-    for row in lists["rows"]:
+    for row in rows:
         who = "" if row["kind"] in ("none", "first") else ", controls"
         if row["kind"] not in ("alone", "constant"):
             points.append(row | {"model": row["checkpoint"] + who})
@@ -131,89 +135,88 @@ def ablate(settings: Settings):
     return result
 
 
-def ablations(settings: Settings, spec, model):
+def ablations(settings: TextSettings, spec, model):
     """A row for the unchanged model, and for each set of neurons ablated or held constant.
 
-    `left`, the share left of the sink's dimension, and `disparity` are of position 1 after `activity.peak`.
+    `left`, the share left of the sink's dimension, and `disparity` are of position 1 after `activity.layer`.
     """
     tokens = read_tokens(settings, spec, settings.sequence_length)
     activity = observe(model, tokens)
-    dimension = activity.dimension(activity.peak)
-    builders = activity.builders(activity.peak, min(MOST_BUILDERS, num_needed(activity, activity.peak)))
+    builders = activity.builders(min(MOST_BUILDERS, num_needed(activity)))
     sets = sets_of_units(settings, activity, builders)
     num_bos = 0 if bos_of(settings, spec) is None else 1
     rows, states = [], []
 
     def on_state(layer, x):
-        if layer == activity.peak:
+        if layer == activity.layer:
             states.append(x[:, 0].float().cpu())
 
-    def hold(layer, values, first):
-        values = values.clone()  # (B, T, d_ff)
+    def hold(layer, units):
+        units = units.clone()  # (B, T, d_ff)
         for its_layer, unit in builders:
-            if its_layer == layer and 0 <= unit - first < values.shape[-1]:
-                values[:, 0, unit - first] = activity.at_1[layer][unit]
-        return values
+            if its_layer == layer:
+                units[:, 0, unit] = activity.at_1[layer - 1, unit]
+        return units
 
-    for kind, units in progress(sets, desc="ablate", unit=" sets", leave=False):
+    for kind, neurons in progress(sets, desc="ablate", unit=" sets", leave=False):
         states.clear()
-        with model.hidden_units(hold if kind == "constant" else zero_units(units)):
-            alphas, losses = alpha_and_loss(model, tokens, on_state, num_bos)
+        with model.hidden_units(hold if kind == "constant" else zero_units(neurons)):
+            alpha, losses = alpha_and_loss(model, tokens, (1,), num_bos, on_state)  # (n, L, H, 1)
         state = torch.cat(states)  # (n, d)
-        left = state[:, dimension].mean() / activity.state[activity.peak, dimension]
-        row = {"kind": kind, "num_ablated": len(units), "units": names_of(units)}
-        row |= {"left": left.item(), "disparity": attention.disparity(state).mean().item()}
-        row |= interval(attention.sink_share(alphas[..., 0]), "sink_rate", 0, 1)
-        rows.append(row | {"mean_alpha1": alphas[..., 0].mean().item(), "loss": losses["loss"]})
-    return {"rows": rows}
+        left = state[:, activity.dimension].mean() / activity.state[activity.layer, activity.dimension]
+        row = {"kind": kind, "num_ablated": len(neurons), "units": names_of(neurons)}
+        row |= {"left": left.item(), "disparity": disparity(state).mean().item()}
+        row |= interval(attention.sink_share(alpha[..., 0]), "sink_rate", 0, 1)
+        rows.append(row | {"mean_alpha1": alpha.mean().item(), "loss": losses["loss"]})
+    return rows
 
 
-def num_needed(activity, layer, share=0.99):
-    """The number of builders that make a share of the sink's dimension after a layer."""
-    added = torch.cat(list(activity.contributions(layer, layer).values())).clamp(min=0)
+def num_needed(activity, share=0.99):
+    """The number of builders that make a share of the sink's dimension."""
+    added = activity.contributions()[: activity.layer].flatten().clamp(min=0)
     sums = added.sort(descending=True).values.cumsum(0)
-    return 1 + (sums < share * activity.state[layer].abs().max()).sum().item()
+    return 1 + (sums < share * activity.state[activity.layer].abs().max()).sum().item()
 
 
-def sets_of_units(settings: Settings, activity, units):
+def sets_of_units(settings: TextSettings, activity, builders):
     """The kind and the neurons of each set that `ablate` changes.
 
     `first` has the first 1, 2, 4, ... builders; `alone` one of the next three; `constant` holds all at their
     mean. Three controls have as many neurons: the `removers`, which change the same dimension; those that
     write most `elsewhere`; and `random` ones of the builders' layers.
     """
-    count = len(units)
+    count = len(builders)
     sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
-    writes = {}  # how much each neuron writes elsewhere
-    for layer, sizes_elsewhere in activity.elsewhere.items():
-        writes[layer] = sizes_elsewhere * activity.model.down(layer).float().norm(dim=0).cpu()
-    elsewhere = ranked(writes, 2 * count)
+    downs = [activity.model.down(layer).float() for layer in range(1, len(activity.state))]  # (d, d_ff) each
+    norms = pad_sequence([down.norm(dim=0).cpu() for down in downs], batch_first=True)  # (L, d_ff)
+    elsewhere = ranked(activity.elsewhere * norms, 2 * count)
     generator = keyed_generator("silence", settings.input_seed)  # results were drawn by this name
     drawn = []
-    for layer, _ in units:
-        others = [(layer, unit) for unit in range(len(writes[layer])) if (layer, unit) not in units + drawn]
+    for layer, _ in builders:
+        num_units = downs[layer - 1].shape[1]
+        others = [(layer, unit) for unit in range(num_units) if (layer, unit) not in builders + drawn]
         if others:
             drawn.append(others[generator.integers(len(others))])
-    sets = [("first", units[:size]) for size in sizes] + [("alone", [unit]) for unit in units[1:4]]
-    sets += [("constant", units), ("removers", activity.removers(count))]
-    sets += [("elsewhere", [unit for unit in elsewhere if unit not in units][:count]), ("random", drawn)]
+    sets = [("first", builders[:size]) for size in sizes] + [("alone", [unit]) for unit in builders[1:4]]
+    sets += [("constant", builders), ("removers", activity.removers(count))]
+    sets += [("elsewhere", [unit for unit in elsewhere if unit not in builders][:count]), ("random", drawn)]
     return [("none", []), *[(kind, some) for kind, some in sets if some]]
 
 
 @torch.inference_mode()
-def bos(settings: Settings):
+def bos(settings: TextSettings):
     """Does a model sink on BOS or on position 1? With BOS first, at position 10, or absent (ours; minutes)"""
-    experiment, lists = measure_models("bos", "ours", settings, with_and_without_bos)
-    columns = ("checkpoint", "kind", "place", "layer", "alpha", "sink_rate")
-    result = experiment.save(**lists, columns=columns)
+    experiment = TextExperiment("bos", "ours", settings)
+    rows = experiment.rows(with_and_without_bos)
+    result = experiment.save(rows, ("checkpoint", "kind", "place", "layer", "alpha", "sink_rate"))
     question = "Does a model sink on BOS, or on position 1?"
     keys = {"x": "layer", "y": "alpha", "series": "kind", "panel": "checkpoint", "style": ".-"}
     label = "attention to BOS, constant or position 1"
-    curves(lists["rows"], experiment.folder / "bos.png", question, **keys, ylabel=label)
+    curves(rows, experiment.folder / "bos.png", question, **keys, ylabel=label)
     return result
 
 
-def with_and_without_bos(settings: Settings, spec, model):
+def with_and_without_bos(settings: TextSettings, spec, model):
     """A row for each case and layer that attends: mean attention to a position, share of heads that sink."""
     if settings.sequence_length <= ELSEWHERE:
         raise UserError(f"--sequence-length: expected {ELSEWHERE + 1} at least")
@@ -240,7 +243,7 @@ def with_and_without_bos(settings: Settings, spec, model):
         for layer, alpha in enumerate(torch.cat(alphas).unbind(1), start=1):
             row = {"kind": kind, "place": place, "layer": layer, "alpha": alpha.mean().item()}
             rows.append(row | {"sink_rate": (alpha > attention.EPSILON).float().mean().item()})
-    return {"rows": rows}
+    return rows
 
 
 def transplant(settings: TransplantSettings):
@@ -248,30 +251,29 @@ def transplant(settings: TransplantSettings):
     return sinks.transplant(settings, partial(cases_and_controls, settings.input_seed))
 
 
-def cases_and_controls(seed, model, moved, activity, others, bos):
+def cases_and_controls(seed, model, constants, activity, extra, bos):
     """Cases and controls: other tokens in front, other builders, constants in some layers, wrong constants.
 
     If constants in layer 1 suffice, or in the layers up to the dimension's first jump, the chain breaks where
     it begins. If constants of position 2, of other heads or random ones suffice, any constant would do.
     """
-    cases = sinks.transplant_cases(model, moved, activity, others, bos)
-    tokens = others.unique().tolist()
+    cases = sinks.cases_of(model, constants, activity, extra, bos)
+    tokens = extra.unique().tolist()
     for token in (tokens[len(tokens) // 4], tokens[3 * len(tokens) // 4]):
         cases.append(Case(f"token in front: {token}", model, token))
-    builders = activity.builders(activity.peak, num_needed(activity, activity.peak))
-    if set(builders) != set(cases[1].at_zero):
+    builders = activity.builders(num_needed(activity))
+    if set(builders) != set(cases[1].ablated):
         cases.append(Case("builders of 99 % at zero", model, bos, builders))
 
     def add(kind, constants, layers=None):
         some = {layer: pair for layer, pair in constants.items() if layers is None or layer in layers}
         cases.append(Case(kind, attention.with_constants(model, some)))
 
-    constants = attention.constants_at(model, others)  # by layer: (G, Dh) each
-    jump = (activity.jumps() or [activity.peak])[0]
+    jump = (jumps(activity) or [activity.layer])[0]
     add("moved, layer 1", constants, [1])
     add(f"moved, layers 1 to {jump}", constants, range(1, jump + 1))
     add(f"moved, from layer {jump + 1}", constants, range(jump + 1, model.config.num_layers + 1))
-    add("constants of position 2", attention.constants_at(model, others, position=2))
+    add("constants of position 2", attention.constants_at(model, extra, position=2))
     if max(len(key) for key, _ in constants.values()) > 1:
         rolled = {layer: (key.roll(1, 0), value.roll(1, 0)) for layer, (key, value) in constants.items()}
         add("constants of other heads", rolled)
@@ -293,8 +295,8 @@ def drawn_like(constants, generator):
 
 COMMANDS = {
     "intervene": Command(intervene, InterveneSettings()),
-    "ablate": Command(ablate, Settings()),
-    "bos": Command(bos, Settings()),
+    "ablate": Command(ablate, TextSettings()),
+    "bos": Command(bos, TextSettings()),
     "transplant": Command(transplant, TransplantSettings()),
 }
 

@@ -4,20 +4,23 @@ python -m reproduce.mechanisms ablation      # each takes up to a minute on 2 co
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from contraction import NewbornExperiment, NewbornSettings, plot, sublayers_apart
+from contraction import sublayers_apart
 from init import STD, variant
 from lib.random import random_vectors
 from lib.settings import Command, run_script
 from measure import theory
+from measure.anatomy import add_heads, std_of_heads
 from measure.attention import Means
 from model import rope
 from probe import SHOWN, CosineStatistics, count_predictions, preference
 from reproduce.mean_field import mean_field
+from sources.newborns import NewbornExperiment, NewbornSettings, plot
 
 
 def gaussian_inputs(experiment, T, d):
@@ -183,9 +186,10 @@ def variance(settings: NewbornSettings):
     for key, model, T in experiment.newborns(vocab_size=1, sublayers="attention", num_layers=1):
         means = Means(settings.num_sequences)
         for x in gaussian_inputs(experiment, T, model.config.d_model).split(1):
-            model.hidden(x, on_heads=means.add_heads)
+            model.hidden(x, on_heads=partial(add_heads, means))
+        measured = std_of_heads(means.of[1]).tolist()
         theories = aggregated_std(model.config, T, settings.init)
-        for i, (std, uniform, uneven) in enumerate(zip(means.std(1).tolist(), *theories), start=1):
+        for i, (std, uniform, uneven) in enumerate(zip(measured, *theories), start=1):
             row = {"position": i, "std": std, "uniform_theory": uniform, "theory": uneven}
             experiment.rows.append(key | row)
     question = "Do the values that attention aggregates shrink along the positions?"

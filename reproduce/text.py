@@ -17,18 +17,18 @@ import numpy as np
 import torch
 import tyro
 
-import sinks
 from lib import runtime
 from lib.figures import curves
 from lib.files import read_json
 from lib.results import Experiment
 from lib.settings import Command, OutputSettings, UserError, run_script
 from measure import attention
-from measure.units import Chain, observe
+from measure.anatomy import chain, rows_by_layer
+from measure.units import observe
 from reproduce.interventions import num_needed
 from sources import checkpoint
 from sources.data import default_folder, open_data
-from sources.inputs import read_tokens
+from sources.inputs import TextSettings, read_tokens
 from sources.runs import read_rows, write_log
 
 TEXT = "results/text"  # folder of the records
@@ -106,15 +106,16 @@ def record(run):
             lengths = (32, 64, 128, 256, T) if row["step"] == run.max_iters else (64, T)
             shown = [sink for sink in row["sinks"] if sink["sequence_length"] in lengths]
             rows.append({"step": row["step"], "val_loss": row["val_loss"], "sinks": shown})
-    tokens = open_data(run, is_new=False)
-    inputs, targets = tokens.held_out(tokens.num_windows("val", T), T)  # all of them
+    data = open_data(run, is_new=False)
+    inputs, targets = data.held_out(data.num_windows("val", T), T)  # all of them
     model, reading, spec = checkpoint.load(run.out), reading_of(run), checkpoint.parse_spec(run.out)
     loss = sum(model(*windows).item() for windows in zip(inputs.split(8), targets.split(8)))  # sums
     losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
     end = {"config": config, "calibration": kind, "seed": run.seed, "threads": log[0]["threads"]}
     end |= {"val_loss": losses[-1], "mean_loss": np.mean(losses), "text_loss": loss / targets.numel()}
-    found, alpha = attention.sink_statistics(model, read_tokens(reading, spec, 64))  # alpha (n, L, H)
-    layers = sinks.anatomy_rows(reading, spec, model)["layers"]
+    tokens = read_tokens(reading, spec, 64)
+    found, alpha = attention.sink_statistics(model, tokens)  # alpha (n, L, H)
+    layers = rows_by_layer(chain(model, tokens), observe(model, tokens))
     for name in ("disparity", "effective_rank", "output_tau"):
         end[name] = np.mean([layer[name] for layer in layers if layer[name] is not None])
     rates = (alpha > attention.EPSILON).double().mean(dim=(0, 2)).tolist()
@@ -124,10 +125,10 @@ def record(run):
 
 
 def reading_of(run):
-    """sinks.Settings for a run's train.Settings: held-out text, with BOS first if it trained so."""
+    """TextSettings for a run's train.Settings: held-out text, with BOS first if it trained so."""
     begins_with_bos = run.bos_first or run.tokenizer == "bytes"  # backcopy's documents do
     text = str(default_folder(run.source, run.tokenizer))
-    return sinks.Settings(text=text, bos="always" if begins_with_bos else "never", device="cpu")
+    return TextSettings(text=text, bos="always" if begins_with_bos else "never", device="cpu")
 
 
 @torch.inference_mode()
@@ -137,12 +138,11 @@ def born(run):
     tokens = read_tokens(reading_of(run), checkpoint.parse_spec(run.out), 64)  # (n, 64)
     end = checkpoint.load(steps[-1])
     activity = observe(end, tokens)
-    layer = activity.peak
-    builders = activity.builders(layer, min(MOST_BUILDERS, num_needed(activity, layer)))
+    builders = activity.builders(min(MOST_BUILDERS, num_needed(activity)))
     alpha = attention.attention_to(end, tokens)[0][..., 0].mean(0)  # (L, H)
     is_sink = alpha >= alpha.max().clamp(max=attention.EPSILON)  # at least the largest
     heads = [(place + 1, head) for place, head in is_sink.nonzero().tolist()]  # layers from 1
-    sink = {"layer": layer, "dimension": activity.dimension(layer), "heads": heads}
+    sink = {"layer": activity.layer, "dimension": activity.dimension, "heads": heads}
     name = Path(run.out).name
     rows = [{"run": name} | sink | {"builders": [{"layer": layer, "unit": unit} for layer, unit in builders]}]
     for step in runtime.progress(steps, desc=run.out, unit=" steps"):
@@ -153,18 +153,17 @@ def born(run):
 
 def links_of(model, tokens, sink, builders):
     """A number for each of LINKS in a step's model, its disparity and its sink rate."""
-    chain = Chain(len(tokens))
-    activity = observe(model, tokens, chain)
-    at_1 = [activity.at_1[layer][unit] for layer, unit in builders]
+    activity, links = observe(model, tokens), chain(model, tokens)
+    at_1 = [activity.at_1[layer - 1, unit] for layer, unit in builders]
     sink_layers, heads = np.array(sink["heads"]).T
-    alignments = [chain.links(model)["key_alignment"][one][1:] for one in np.unique(sink_layers)]
+    alignments = [links[layer]["key_alignment"][1:] for layer in np.unique(sink_layers)]
     found, alpha = attention.sink_statistics(model, tokens)  # alpha (n, L, H)
     return {
         "builders": torch.stack(at_1).abs().mean().item(),
         "dimension": activity.state[sink["layer"], sink["dimension"]].abs().item(),
         "disparity": activity.disparity[sink["layer"]].item(),
-        "norm_ratio": chain.stack("norm_ratio").mean().item(),
-        "value_ratio": chain.stack("value_ratio").mean().item(),
+        "norm_ratio": torch.stack([link["norm_ratio"] for link in links.values()]).mean().item(),
+        "value_ratio": torch.stack([link["value_ratio"] for link in links.values()]).mean().item(),
         "key_alignment": torch.stack(alignments).mean().item(),
         "alpha1": alpha[:, sink_layers - 1, heads].mean().item(),
         "sink_rate": found["sink_rate"],

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from init import newborn
-from lib.files import as_user_error, atomic_folder, check_regular, read_json
+from lib.files import as_user_error, atomic_file, atomic_folder, check_regular, read_json
 from lib.settings import UserError, check_choice, from_values
 from model import PRESETS, ModelConfig, Transformer
 
@@ -184,6 +184,19 @@ def save(folder, model, tokenizer=None) -> None:
     """Write a checkpoint folder, whole or not at all; UserError if the disk is full or read-only."""
     with atomic_folder(folder) as new:
         write(new, model, tokenizer)
+
+
+def save_constants(path, constants, **facts) -> None:
+    """Write constants, (G, D) each by layer, as keys.N and values.N, (1, G, 1, D), with `facts` as metadata.
+
+    So a key-value cache of `transformers` holds one token in layer N, counted from 0 (docs/sinks.md).
+    """
+    tensors = {}
+    for layer, (key, value) in constants.items():
+        tensors[f"keys.{layer - 1}"] = key[None, :, None].contiguous()
+        tensors[f"values.{layer - 1}"] = value[None, :, None].contiguous()
+    with atomic_file(path) as temporary:
+        save_file(tensors, temporary, {name: str(fact) for name, fact in facts.items()})
 
 
 def write(folder, model, tokenizer=None) -> None:

@@ -7,10 +7,14 @@ from os.path import isdir, isfile
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import torch
 
 from lib.random import keyed_generator, random_tokens
+from lib.results import Experiment
+from lib.runtime import progress
 from lib.settings import RunSettings, UserError, at_least
+from sources.checkpoint import check_lengths, shortest_context, specs_of
 from sources.data import TokenData, pieces, places_of, read
 from sources.tokenizers import load_tokenizer
 
@@ -19,11 +23,37 @@ from sources.tokenizers import load_tokenizer
 class TextSettings(RunSettings):
     """Settings of a command whose models read a text."""
 
+    model: tuple[str, ...] = ("smollm2",)  # names of the Hub, folders, files, presets, PRESET@SEED
+    seed: tuple[int, ...] = (42,)  # seeds of presets' weights
+    sequence_length: at_least(2) = 64  # tokens in a sequence (Gu et al.: 64)
     text: str | None = None  # text file, source or data set (sources.data); None: docstrings, or random
     tokenizer: str | None = None  # tokenizer of --text, as in python -m sources.data; None: the model's own
     bos: Literal["auto", "always", "never"] = "auto"  # put BOS in front; auto: as the model was trained
     input_seed: int = 0  # seed of random tokens, or of the windows of a text
     num_sequences: at_least(2) = 100  # sequences (Gu et al.: 100)
+
+
+class TextExperiment(Experiment):
+    """An Experiment on models that read a text."""
+
+    def __init__(self, name, paper, settings: TextSettings):
+        """UserError if a model cannot read as many tokens."""
+        self.specs = specs_of(settings.model, settings.seed)
+        check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(self.specs))
+        super().__init__(name, paper, settings)
+
+    def models(self):
+        """Yield, for each model, columns that name it and its text, its Spec, and the model."""
+        for spec in progress(self.specs, desc=self.name, unit=" models"):
+            named = {"checkpoint": spec.label, "text": text_of(self.settings, spec)}
+            yield named, spec, spec.load(self.device, self.dtype)
+
+    def rows(self, measure):
+        """What measure(settings, spec, model) returns for each model, with the columns that name it."""
+        rows = []
+        for named, spec, model in self.models():
+            rows += [named | row for row in measure(self.settings, spec, model)]
+        return rows
 
 
 def text_of(settings: TextSettings, spec):

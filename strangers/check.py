@@ -43,7 +43,7 @@ def check(lens, T=16) -> None:
     if differ(lens, lens.hidden(changed)[:, :-1], states[:, :-1]):
         raise UserError("a state depends on a later token")
     if "units" not in lens.lacks:
-        with lens.hidden_units(lambda layer, units, first: units.clone()):
+        with lens.hidden_units(lambda layer, units: units.clone()):
             copied = lens.hidden(tokens)
         if differ(lens, lens.unembed(copied), truth.logits):
             lens.lacks["units"] = "with its units put back it is another model"
@@ -92,19 +92,18 @@ def normed_layers(lens, tokens):
     """The layers whose stream does not lose just the units times their down weights, if these are at zero."""
     found, states, units = [], {}, {}
 
-    def silence(layer, values, first):
-        units[first] = values[:, 0]
+    def silence(layer, values):
+        units[layer] = units.get(layer, 0) + values[:, 0]  # of all banks
         return torch.zeros_like(values)
 
     def restore(layer, block, inputs, output):
         before = states[layer]
         if layer in lens.banks:
-            written = torch.cat([units[first] for first in sorted(units)], dim=1) @ lens.down(layer).t()
+            written = units[layer] @ lens.down(layer).t()
             lost = (before - tensor_of(output))[:, 0]
             rounding = torch.finfo(before.dtype).eps * before.abs().max()
             if not (lost - written).abs().max() <= 0.01 * written.abs().max() + rounding:
                 found.append(layer)
-        units.clear()
         return before if isinstance(output, torch.Tensor) else (before, *output[1:])  # to the next block
 
     lens.hidden(tokens, on_state=states.__setitem__)

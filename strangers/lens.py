@@ -132,15 +132,19 @@ class Lens:
         return total
 
     def hidden_units(self, on_units):
-        """A context in which `on_units(layer, units, first)` sees, and may replace, units (B, T, F).
-
-        A layer's units may come in several calls: `first` is the number of the first of them in the layer.
-        """
+        """While open, `on_units(layer, units)` may replace units (B, T, F) of a bank; all others are 0."""
         return patch.object(self, "unit_watchers", [*self.unit_watchers, on_units])
+
+    def without_units(self, layer, tokens: Tensor) -> Tensor:
+        """The mean state at position 1, (d,), after a layer whose units are all at zero, on tokens (n, T)."""
+        states = {}
+        with self.hidden_units(lambda at, units: torch.zeros_like(units) if at == layer else None):
+            self.hidden(tokens, on_state=states.__setitem__)
+        return states[layer][:, 0].float().mean(0).cpu()
 
     def down(self, layer):
         """The weights (d, F) of a layer's neurons on the stream."""
-        downs = [bank.down for bank in self.banks[layer]]
+        downs = [bank.down for bank in self.banks.get(layer, ())] or [torch.zeros(self.config.d_model, 0)]
         return torch.cat([down.flatten(0, 1).t() if down.ndim == 3 else down for down in downs], 1).detach()
 
     def output_weight(self, layer):
@@ -251,9 +255,11 @@ class Pass:
 
     def replaced(self, bank, units):
         """A bank's units, (B T, F) or (B, T, F), or what those who watch make of them."""
+        behind = sum(other.count for other in self.lens.banks[self.layer] if other.first > bank.first)
         for on_units in self.lens.unit_watchers:
-            changed = on_units(self.layer, units.reshape(*self.shape, -1), bank.first)
-            units = units if changed is None else changed.reshape(units.shape)
+            changed = on_units(self.layer, F.pad(units.reshape(*self.shape, -1), (bank.first, behind)))
+            if changed is not None:
+                units = changed[..., bank.first : bank.first + bank.count].reshape(units.shape)
         return units
 
     def see_units(self, module, inputs):

@@ -117,11 +117,10 @@ def unit_error(lens, tokens, layer):
     """The largest difference of logits between a unit of each bank at zero, and its weights at zero."""
     units = [bank.first + bank.count // 2 for bank in lens.banks[layer]]
 
-    def on_units(at, values, first):
+    def on_units(at, values):
         values = values.clone()
         is_changed = lens.banks[at][0].down.data_ptr() == lens.banks[layer][0].down.data_ptr()  # or is shared
-        there = [unit - first for unit in units if is_changed and 0 <= unit - first < values.shape[-1]]
-        values[..., there] = 0
+        values[..., units if is_changed else []] = 0
         return values
 
     with lens.hidden_units(on_units):

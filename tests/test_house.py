@@ -17,8 +17,9 @@ SCRIPTS = ["contraction", "init", "model", "probe", "seedprint", "sinks", "train
 # each other, without a circle.
 FLOORS = """
 lib.settings lib.kernels / lib.files lib.runtime lib.random / lib.results lib.figures / model / init
-/ sources.checkpoint / sources.tokenizers / sources.data / sources.inputs / sources.runs sources.sampling
-/ measure.theory measure.attention / measure.units / measure.figures
+/ sources.checkpoint / sources.tokenizers sources.newborns / sources.data / sources.inputs
+/ sources.runs sources.sampling
+/ measure.theory measure.attention / measure.units / measure.anatomy measure.figures
 / strangers.ranges strangers.parts / strangers.gguf / strangers.formats strangers.lens / strangers.check
 / strangers.loading strangers.hub / strangers.names
 / lineage.matching lineage.layout / lineage.views / lineage.judge / lineage.evidence lineage.match

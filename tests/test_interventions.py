@@ -10,9 +10,8 @@ import transformers
 from conftest import KINDS, random_model, run_here, save_byte_tokenizer
 from hub_server import serving
 from test_hub import point_to, repositories
-from test_sinks import NEAR, alpha_of, contributions_of, disparity_of, explicit, given, observe, saved
+from test_sinks import NEAR, about, alpha_of, contributions_of, disparity_of, explicit, given, observe, saved
 
-import sinks
 from lib import runtime
 from lib.files import read_json
 from lib.random import random_tokens
@@ -25,9 +24,9 @@ def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
     model = random_model(replace(KINDS["llama_gqa"], attn_calibration=calibration))
     with torch.no_grad():  # the first builder is one of layer 1, whatever is done there
         model.model.layers[0].mlp.down_proj.weight[:, 7] *= 1000
-    settings = given(interventions.InterveneSettings, sequence_length=12, position=3, factor=(0.1, 1.0, 5.0))
-    lists = interventions.every_intervention(settings, saved(model, tmp_path), model)
-    (builder,) = lists["builders"]
+    words = {"sequence_length": 12, "position": 3, "factor": (0.1, 1.0, 5.0)}
+    result = interventions.intervene(about(model, tmp_path, interventions.InterveneSettings, **words))
+    (builder,) = result["builders"]
     assert (builder["layer"], builder["unit"]) == (1, 7)
     tokens = random_tokens(0, range(7), 12, 97)
 
@@ -43,7 +42,7 @@ def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
             changed = mean + factor * (values - mean)
         return torch.cat((heads[:, :, :2], changed[:, :, None], heads[:, :, 3:]), dim=2)
 
-    for number, row in enumerate(lists["rows"]):
+    for number, row in enumerate(result["rows"]):
         place, kind, factor = row["changed"], row["intervention"], row["factor"]
         alpha = alpha_of(explicit(model, tokens, replaced), 3)[:, 1:].mean((1, 2))  # layers 2 and 3
         _, units = observe(model, tokens, replaced)
@@ -54,7 +53,7 @@ def test_intervene_reports_what_explicit_attention_says(calibration, tmp_path):
         assert row["fires"] == pytest.approx(active.double().mean().item())
         for key, chosen in (("alpha_k_firing", alpha[active]), ("alpha_k_off", alpha[~active])):
             assert row[key] == (pytest.approx(chosen.mean().item(), abs=NEAR) if len(chosen) else None)
-        points = lists["points"][7 * number : 7 * number + 7]
+        points = result["points"][7 * number : 7 * number + 7]
         assert [point["alpha_k"] for point in points] == pytest.approx(alpha.tolist(), abs=NEAR)
         # float32 states that two interventions have made large
         assert [point["activation"] for point in points] == pytest.approx(activation.tolist(), rel=1e-3)
@@ -67,10 +66,10 @@ def parse(words: str) -> list[tuple[int, int]]:
 def test_ablation_is_a_model_without_these_units(tmp_path, monkeypatch):
     """Rates and loss are those of a model whose down columns are zero; `left` is of its stream."""
     model = random_model(KINDS["llama_gqa"], seed=12)  # its first builders are in layers 2 and 3
-    settings = given(sinks.Settings, sequence_length=9)
+    settings = given(sequence_length=9)
     monkeypatch.setattr(interventions, "MOST_BUILDERS", 3)
     monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 27)  # batches of 3, 3 and 1
-    rows = interventions.ablations(settings, saved(model, tmp_path), model)["rows"]
+    rows = interventions.ablations(settings, saved(model, tmp_path), model)
     tokens = random_tokens(0, range(7), 9, 97)
     stream, units = observe(model, tokens)
     largest = 1 + int(disparity_of(stream)[1:].argmax())

@@ -1,6 +1,7 @@
 """Models of other families through the lens, against transformers on the same weights; what is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from scipy.stats import spearmanr
 from transformers import DynamicCache, WhisperConfig
 
 from lib.settings import UserError
-from measure.attention import constants_at, save_constants
+from measure.attention import constants_at
 from measure.units import observe, zero_units
 from sources import checkpoint
 from strangers import check as checks
@@ -91,7 +92,7 @@ def test_constants_are_kept_in_a_file(model_type, tmp_path):
     lens = Lens(build(model_type))
     constants = constants_at(lens, lens.probe_tokens(WITHIN))
     assert [*constants] == lens.attending
-    save_constants(tmp_path / "cure.safetensors", constants, model="tiny")
+    checkpoint.save_constants(tmp_path / "cure.safetensors", constants, model="tiny")
     stored = load_file(tmp_path / "cure.safetensors")
     for layer, (key, value) in constants.items():
         assert torch.equal(stored[f"keys.{layer - 1}"], key[None, :, None])
@@ -135,15 +136,14 @@ def test_builders_behind_a_norm(model_type):
     """Each unit of a layer alone at zero: what the stream loses at position 1 has the builders' order."""
     lens = checked(build(model_type))
     tokens = lens.probe_tokens()[:1]
-    activity = observe(lens, tokens)
-    activity.disparity = torch.tensor([0, 0, 1, 0, 0])  # the sink's layer is 2
+    activity = replace(observe(lens, tokens), layer=2)
     state = activity.state[2]
-    dimension = activity.dimension(2)
-    added = activity.contributions(2)[2]
+    dimension = activity.dimension
+    added = activity.contributions()[1]
     units, seen, lost = [], [], []
     norm = lens.model.model.layers[1].post_feedforward_layernorm
     norm.register_forward_hook(lambda norm, inputs, output: seen.append(output[0] / inputs[0][0]))  # (T, d)
-    with lens.hidden_units(lambda layer, values, _: units.append(values[0])):
+    with lens.hidden_units(lambda layer, values: units.append(values[0])):
         lens.hidden(tokens)
     each = units[1] * lens.down(2)[dimension] * seen[0][:, [dimension]] * state[dimension].sign()  # (T, F)
     # float32 differences of a stream of 1

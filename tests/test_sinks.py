@@ -1,4 +1,4 @@
-"""measure/attention.py and sinks.py against T x T matrices, plain loops and transformers."""
+"""measure/ and sinks.py against T x T matrices, plain loops and transformers."""
 
 import math
 from dataclasses import replace
@@ -19,6 +19,7 @@ from lib import runtime
 from lib.files import read_json
 from lib.random import random_tokens
 from lib.results import interval
+from measure import anatomy as anatomy_module
 from measure import attention
 from measure import units as units_module
 from model import ModelConfig, Transformer
@@ -78,10 +79,10 @@ def test_attention_of_every_kind_by_matrices(name, T):
     row, _ = attention.sink_statistics(model, tokens)
     constant = matrices[..., 0].mean().item() if model.config.explicit_sink else 0
     assert row["constant_alpha"] == pytest.approx(constant, rel=1e-5)
-    chain = units_module.Chain(len(tokens))
-    units_module.observe(model, tokens, chain)
-    alpha_of_all = chain.stack("alpha")[:, [k - 1 for k in positions]]  # (L, K)
-    torch.testing.assert_close(alpha_of_all.double(), expected.mean((0, 2)), atol=1e-6, rtol=0)
+    links = anatomy_module.chain(model, tokens)
+    alpha_of_all = torch.stack([link["alpha"] for link in links.values()])  # (L, T)
+    chosen = alpha_of_all[:, [k - 1 for k in positions]]
+    torch.testing.assert_close(chosen.double(), expected.mean((0, 2)), atol=1e-6, rtol=0)
 
 
 class Largest(TorchDispatchMode):
@@ -112,8 +113,13 @@ def saved(model: Transformer, folder) -> Spec:
     return parse_spec(str(folder / "model"))
 
 
-def given(kind=sinks.Settings, **values):
+def given(kind=TextSettings, **values):
     return kind(**{"device": "cpu", "dtype": "float32", "num_sequences": 7, **values})
+
+
+def about(model: Transformer, folder, kind=TextSettings, **values):
+    """Settings that read this model from a folder, and write beside it."""
+    return given(kind, model=(saved(model, folder).name,), out=str(folder / "out"), **values)
 
 
 def ratio(norms: torch.Tensor) -> float:
@@ -125,9 +131,8 @@ def ratio(norms: torch.Tensor) -> float:
 def test_sink_rate_is_gu_et_als(kind, tmp_path, monkeypatch):
     monkeypatch.setitem(runtime.BATCH_TOKENS, "cpu", 40)  # batches of 4, and of 2
     model = random_model(KINDS[kind])
-    settings = given(sinks.RateSettings, sequence_length=(10, 20), num_sequences=9)
-    lists = sinks.sink_rates(settings, saved(model, tmp_path), model)
-    for row, by_head, T in zip(lists["rows"], lists["heads"], (10, 20), strict=True):
+    result = sinks.rate(about(model, tmp_path, sinks.RateSettings, sequence_length=(10, 20), num_sequences=9))
+    for row, by_head, T in zip(result["rows"], result["heads"], (10, 20), strict=True):
         tokens = random_tokens(0, range(9), T, 97)
         alpha, *others = [alpha_of(explicit(model, tokens), k) for k in range(1, T // 2 + 1)]  # (n, L, H)
         shares = (alpha > 0.3).double().mean((1, 2))
@@ -183,11 +188,11 @@ def contributions_of(model: Transformer, stream: torch.Tensor, units: torch.Tens
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama_gqa"])
 def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
-    monkeypatch.setattr(units_module, "LEAST_DISPARITY", 2)
+    monkeypatch.setattr(anatomy_module, "LEAST_DISPARITY", 2)
     model = random_model(KINDS[kind])
     with torch.no_grad():  # disparity jumps in layer 2
         model.model.layers[1].mlp.down_proj.weight[5] *= 300
-    anatomy = sinks.anatomy_rows(given(sequence_length=11), saved(model, tmp_path), model)
+    anatomy = anatomy_module.anatomy(about(model, tmp_path, sequence_length=11))
     tokens = random_tokens(0, range(7), 11, 97)
     seen = []
     stream, units = observe(
@@ -217,7 +222,6 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
         written = model.model.layers[place].self_attn.o_proj.weight.detach().norm(dim=0)
         law = {
             "layer": row["layer"],
-            "std_ratio": ratio(expected["std"][place]),
             "disparity": first["disparity"],
             "massive": massive(after[place].abs()),
             "norm_ratio": ratio(after[place].norm(dim=2)),
@@ -232,8 +236,8 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
             dimension, builds = contributions_of(model, stream, units, row["layer"])
             below = [unit for unit in builds if unit[0] <= row["layer"]][:4]
             jump = (dimension, " ".join(f"{layer}/{unit}" for layer, unit in below))
-        assert (row.pop("dimension"), row.pop("builders")) == jump
-        assert row == pytest.approx(law, rel=1e-4)
+        assert (row["dimension"], row["builders"]) == jump
+        assert {name: row[name] for name in law} == pytest.approx(law, rel=1e-4)
     largest = 1 + int(disparity[1:].argmax())
     dimension, builds = contributions_of(model, stream, units, largest)
     ranking = [unit for unit in builds if unit[0] <= largest][:10] + list(builds)[-5:]
@@ -250,15 +254,15 @@ def test_anatomy_against_a_plain_recomputation(kind, tmp_path, monkeypatch):
             "down_share": (column[dimension] / column.sum()).item(),
             "dimension": dimension,
         }
-        assert row == pytest.approx(law, rel=1e-4)
+        assert {name: row[name] for name in law} == pytest.approx(law, rel=1e-4)
 
 
 def test_enough_builders_make_the_share():
     model = random_model(KINDS["llama"])
-    activity = units_module.observe(model, random_tokens(0, range(7), 9, 97))
-    added = torch.cat(list(activity.contributions(2, 2).values())).tolist()
+    activity = replace(units_module.observe(model, random_tokens(0, range(7), 9, 97)), layer=2)
+    added = activity.contributions()[:2].flatten().tolist()
     size = activity.state[2].abs().max().item()
-    count = num_needed(activity, 2, share=0.5)
+    count = num_needed(activity, share=0.5)
     added.sort(reverse=True)
     assert sum(added[: count - 1]) < 0.5 * size <= sum(added[:count])
 
