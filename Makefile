@@ -1,13 +1,12 @@
 # make probe   the first figure, from nothing but Python >= 3.11
 # make sinks   where a real language model's attention sinks, why, and what moves it: four minutes
 # make test    style and tests: four minutes
-# make bench   how fast, beside transformers
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-.PHONY: probe sinks test bench clean
+.PHONY: probe sinks test clean
 .DELETE_ON_ERROR:
 
 probe: $(VENV)/installed
@@ -30,9 +29,6 @@ test: $(VENV)/installed-dev
 	@$(VENV)/bin/ruff check .
 	@$(VENV)/bin/ruff format --check .
 	@OMP_NUM_THREADS=1 $(RUN) -m pytest -n 2 --dist worksteal
-
-bench: $(VENV)/installed-dev
-	@$(RUN) -m reproduce.bench
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

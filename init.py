@@ -5,13 +5,13 @@
 | embeddings, head, q, k, v, gate, up   | N(0, 0.02^2)            | N(0, 0.02^2)                     |
 | attention output, MLP down (L layers) | N(0, (0.02/sqrt(2L))^2) | N(0, 0.02^2)                     |
 | biases of linear maps                 | 0                       | 0                                |
-| what model.py makes NaN: a sink's key | N(0, 0.02^2)            | N(0, 0.02^2)                     |
+| an explicit sink's key                | N(0, 0.02^2)            | N(0, 0.02^2)                     |
 | all others, as norm gains             | what model.py writes    | what model.py writes             |
 
 Scheme `centered` (ours) draws as `gpt2` does, then subtracts each row's mean from the MLP down projections.
 This cures GPT-2's preference: a mean output that all neurons share then adds nothing to the stream
 (`contraction.py cure`). SwiGLU has no such mean. For your own scheme, add a name to `SCHEMES` and a line to
-`birth_value`.
+`initial_value`.
 
 A draw depends on (seed, parameter name, shape) alone: each parameter has a numpy Philox generator of its own,
 and is drawn on the CPU in float32, then scaled, moved and cast. So, with the pinned numpy, a seed gives the
@@ -49,11 +49,11 @@ def residual_std(config: ModelConfig, scheme):
     return STD / math.sqrt(2 * config.num_layers)
 
 
-def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, scheme="gpt2") -> Tensor:
-    """The initial value of a drawn parameter or a bias, float32 on the CPU; ValueError for an unknown scheme.
+def initial_value(config: ModelConfig, name, shape, seed, embedding_seed=None, scheme="gpt2") -> Tensor:
+    """The initial value of a parameter that model.py leaves without numbers, float32 on the CPU.
 
     Embedding and head use `embedding_seed`, or `seed` if it is None. Models with the same embedding seed
-    differ only in their blocks (BB B.2).
+    differ only in their blocks (BB B.2). ValueError for an unknown scheme.
     """
     if scheme not in SCHEMES:
         raise ValueError(f"init scheme must be one of {', '.join(SCHEMES)}, not {scheme!r}")
@@ -69,49 +69,54 @@ def birth_value(config: ModelConfig, name, shape, seed, embedding_seed=None, sch
     return weight
 
 
-def births(config: ModelConfig, seed, embedding_seed=None, scheme="gpt2"):
-    """By name, functions that return the initial value of each parameter; UserError if model.py draws one."""
-    # Drawn here: linear maps and embeddings, which stay on meta, and what model.py makes NaN.
-    with torch.random.fork_rng(devices=()), register_module_parameter_registration_hook(without_numbers):
-        written, again = Transformer(config), Transformer(config)  # these differ where a constructor draws
-    values = {}
-    for (name, constant), other in zip(written.named_parameters(), again.parameters()):
-        if constant.is_meta or constant.isnan().all():
-            values[name] = partial(birth_value, config, name, constant.shape, seed, embedding_seed, scheme)
-        elif torch.equal(constant, other):
-            values[name] = constant.detach
-        else:
-            hint = "write a constant, or NaN for N(0, 0.02^2)"
-            raise UserError(f"{name}: its constructor draws it, or writes nothing: {hint}")
-    return values
+def without_numbers(config: ModelConfig) -> Transformer:
+    """A Transformer without the numbers that `initial_value` gives: these are on the meta device.
+
+    All else is as its constructor writes it: gains of 1, a mask. UserError if a constructor draws.
+    """
+
+    def on_meta(module, name, parameter):  # torch calls this for each parameter, as it gets its name
+        is_drawn = isinstance(module, nn.Linear | nn.Embedding) or name == "sink_key"
+        if is_drawn and parameter is not None:
+            return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+    before = torch.get_rng_state()
+    with register_module_parameter_registration_hook(on_meta):
+        model = Transformer(config)
+    if not torch.equal(before, torch.get_rng_state()):
+        torch.set_rng_state(before)
+        hint = 'write a constant, or torch.empty(..., device="meta") for N(0, 0.02^2)'
+        raise UserError(f"a constructor in model.py draws numbers, which no seed would give again: {hint}")
+    return model
 
 
-def without_numbers(module, name, parameter):
-    """The parameter of a linear map or an embedding, on meta; None, for no change, of another module."""
-    if isinstance(module, nn.Linear | nn.Embedding) and parameter is not None:
-        return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+def initial_weights(config: ModelConfig, seed, embedding_seed=None, scheme="gpt2"):
+    """By name, the shape of each parameter and a function that returns its initial value."""
+    found = {}
+    for name, parameter in without_numbers(config).named_parameters():
+        draw = partial(initial_value, config, name, parameter.shape, seed, embedding_seed, scheme)
+        found[name] = (tuple(parameter.shape), draw if parameter.is_meta else parameter.detach)
+    return found
 
 
 def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype=torch.float32):
     """An untrained model, from a preset's name or a ModelConfig, in eval mode; its blocks are in `dtype`."""
     config = PRESETS[model] if isinstance(model, str) else model
-    values = births(config, seed, embedding_seed, scheme)
-    with torch.device("meta"):
-        built = Transformer(config)
-    built = built.cast_blocks(dtype).to_empty(device=device).eval()
+    built = without_numbers(config).cast_blocks(dtype)
+    parameters = {name: parameter for name, parameter in built.named_parameters() if parameter.is_meta}
 
-    def fill(named_parameter) -> None:
-        name, parameter = named_parameter
-        parameter.data.copy_(values[name]())
+    def draw(name):
+        value = initial_value(config, name, parameters[name].shape, seed, embedding_seed, scheme)
+        return value.to(device, parameters[name].dtype)
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy releases the GIL
-        list(pool.map(fill, built.named_parameters()))  # list() waits and raises errors
-    return built
+        drawn = dict(zip(parameters, pool.map(draw, parameters)))
+    built.load_state_dict(drawn, strict=False, assign=True)
+    return built.to(device).eval()
 
 
 def variant(model: Transformer, **changes) -> Transformer:
-    """A model with the same weights and a changed configuration; new parameters stay on meta."""
-    with torch.device("meta"):
-        other = Transformer(replace(model.config, **changes))
+    """A model with the same weights, in the same memory, and a changed configuration."""
+    other = without_numbers(replace(model.config, **changes))
     other.load_state_dict(model.state_dict(), strict=False, assign=True)
-    return other.eval()
+    return other.to(model.device).eval()

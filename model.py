@@ -2,9 +2,9 @@
 
     x = embed(tokens);  L times: x += attention(norm(x)), x += mlp(norm(x));  logits = head(norm(x))  (BB 2.1)
 
-Parameter names and the half-split rotation are those of Hugging Face's LLaMA. `init.newborn` draws matrices
-and what is NaN here; the rest begins as it is written. lib/kernels.py computes the loss and, on a CPU,
-rotation and attention; tests compare it with the code here.
+Parameter names and the half-split rotation are those of Hugging Face's LLaMA. `init.newborn` draws matrices;
+other parameters begin as they are written here. lib/kernels.py computes the loss and, on a CPU, rotation and
+attention; tests compare it with the code here.
 
 The *stream* x is the residual stream. A *state* is x at one position, after the final norm unless a layer is
 named. Papers: BB is "Transformers Are Born Biased" (2602.05927), SO its sequel on sinks (2605.06611).
@@ -182,8 +182,8 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * Dh, d, bias=False)
         self.head_norm = RMSNorm(Dh, 1e-6) if config.attn_calibration == "headnorm" else None
         self.sink_key = self.sink_value = None
-        if config.explicit_sink:  # vectors, which have no weight decay; init.py draws the key
-            self.sink_key = nn.Parameter(torch.full((config.kv_heads * Dh,), torch.nan))
+        if config.explicit_sink:  # vectors, which have no weight decay
+            self.sink_key = nn.Parameter(torch.zeros(config.kv_heads * Dh))  # init.py draws it
             self.sink_value = nn.Parameter(torch.zeros(config.kv_heads * Dh))
 
     def forward(self, x: Tensor, cos_sin, last_only=False, on_heads=None) -> Tensor:
@@ -259,12 +259,8 @@ class Block(nn.Module):
 class Transformer(nn.Module):
     """The decoder: `model(tokens)` returns logits, `model.hidden(tokens)` the states that we measure.
 
-    strangers/lens.py offers these methods for other models: `lacks` names what cannot be seen there, and
-    `seen` says how many queries see position 1, by layer.
+    hf/lens.py offers these methods for models of transformers.
     """
-
-    lacks = seen = {}
-    normed_layers = ()  # layers with a norm between their neurons and the stream
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -272,7 +268,7 @@ class Transformer(nn.Module):
         V, d = config.vocab_size, config.d_model
         layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         norm = NORMS[config.norm](d, eps=config.norm_epsilon)
-        table = torch.full((V, d), torch.nan)  # nn.Embedding would draw weights, and import torch._dynamo
+        table = torch.zeros(V, d)  # nn.Embedding would draw it, and import torch._dynamo
         embedding = nn.Embedding.from_pretrained(table, freeze=False)
         self.model = nn.ModuleDict({"embed_tokens": embedding, "layers": layers, "norm": norm})
         self.lm_head = None if config.tie_embeddings else nn.Linear(d, V, bias=False)  # None: stays tied

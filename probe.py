@@ -24,8 +24,7 @@ from lib.random import keyed_generator, random_tokens, random_vectors
 from lib.results import Experiment
 from lib.runtime import default_batch_size, progress, shard, sum_over_ranks
 from lib.settings import Command, RunSettings, UserError, at_least, run_script
-from sources.checkpoint import check_lengths, shortest_context, specs_of
-from sources.tokenizers import load_tokenizer
+from sources.checkpoint import check_lengths, find_models, shortest_context
 
 TOP = 20  # how many of the most frequent tokens Figure 1a shows
 SHOWN = ("model", "seed", "sequence_length", "num_sequences", "top1_token", "top1_count", "uniform_max_count")
@@ -49,7 +48,7 @@ def probe(settings: Settings):
     """Which tokens do untrained models prefer? One thread takes 3 minutes per seed, 1 in bfloat16."""
     # A Spec describes a model by its name, seed and config, and its `load` makes the model. A preset gives
     # one Spec for each seed. PRESET@SEED draws its embedding from that seed, too.
-    specs = specs_of(settings.model, settings.seed, settings.embedding_seed, settings.init)
+    specs = find_models(settings.model, settings.seed, settings.embedding_seed, settings.init)
     check_lengths(settings.sequence_length, shortest_context(specs))
     # An Experiment joins torchrun's processes, chooses the device, and makes the folder --out. `save` writes
     # the rows to <name>.json and prints some columns.
@@ -57,13 +56,12 @@ def probe(settings: Settings):
     n = settings.num_sequences
     rows, tokens, dimensions = [], [], []
     for spec in specs:
-        model = spec.load(experiment.device, experiment.dtype)
+        model = spec.model(experiment.device, experiment.dtype)
         for T in settings.sequence_length:
             counts = count_predictions(model, T, n, settings.input_seed)
             row = {"model": spec.name, "seed": spec.seed, "sequence_length": T} | preference(model, counts)
-            if spec.tokenizer_file:
-                tokenizer = load_tokenizer(str(spec.tokenizer_file))
-                row["top1_text"] = repr(tokenizer.text(row["top1_token"]))
+            if spec.tokenizer:
+                row["top1_text"] = repr(spec.tokenizer.text(row["top1_token"]))
             rows.append(row)
             tokens.append((counts.tokens, uniform_counts(n, model.config.vocab_size, TOP)))
             dimensions.append((counts.dimensions, uniform_counts(n, model.config.d_model, TOP)))
@@ -140,7 +138,6 @@ def preference(model, counts: Counts):
         "num_sequences": n,
         "top1_token": top1_token,
         "top1_count": top1_count,
-        "top1_frequency": top1_count / n,
         "uniform_max_count": uniform_max_count,  # the count of the luckiest token in uniform draws
         "ratio": top1_count / uniform_max_count,
         "log10_p": binomial_log10_p(top1_count, n, vocab_size),

@@ -25,7 +25,7 @@ from lib.runtime import default_batch_size, progress
 from lib.settings import Command, Names, RunSettings, UserError, at_least, run_script
 from lineage.births import IdentifySettings, identify
 from lineage.compare import CompareSettings, compare, matrix
-from sources.checkpoint import check_lengths, parse_spec, shortest_context
+from sources.checkpoint import check_lengths, find_model, shortest_context
 
 NULLS = 10  # Gaussian pairs that the paper's test compares with
 
@@ -40,7 +40,6 @@ class PaperSettings(RunSettings):
     inputs: Literal["tokens", "gaussian"] = "tokens"  # gaussian makes unrelated models look related
     paper_sequences: at_least(3) = 1000  # random sequences; the paper has 10000
     paper_length: int = 64  # tokens in each of them; the paper has 1024
-    released: bool = False  # of `paper`: also the test that the authors' code does
 
 
 def paper(settings: PaperSettings):
@@ -49,7 +48,12 @@ def paper(settings: PaperSettings):
     For each dimension that is large in both models, Kendall's tau says how similarly they rank the inputs.
     `paper_t_p` and `paper_u_p` are p-values of a t-test and a U-test against Gaussian matrices' taus.
     """
-    base, *suspects = specs = [parse_spec(name, settings.init) for name in settings.models]
+    return compare_outputs(settings, paper_test)
+
+
+def compare_outputs(settings: PaperSettings, test):
+    """Save a row for each suspect: what `test` says of the base's final states and its own."""
+    base, *suspects = specs = [find_model(name, settings.init) for name in settings.models]
     widths = {spec.name: spec.config.d_model for spec in specs}
     if len(set(widths.values())) > 1:
         raise UserError(f"SeedPrint compares models of one width; these have {widths}")
@@ -60,14 +64,13 @@ def paper(settings: PaperSettings):
     rows = []
     for spec in progress(suspects, desc="paper", unit=" suspects"):
         outputs = outputs_of(spec, vocab_size, experiment)
-        row = {"base": base.name, "suspect": spec.name} | paper_test(base_outputs, outputs)
-        rows.append(row | (released_test(base_outputs, outputs) if settings.released else {}))
+        rows.append({"base": base.name, "suspect": spec.name} | test(base_outputs, outputs))
     return experiment.save(rows)
 
 
 def outputs_of(spec, vocab_size, experiment):
     """A checkpoint's `last_outputs` as an array; UserError if they are not finite."""
-    outputs = last_outputs(spec.load(experiment.device, experiment.dtype), vocab_size, experiment.settings)
+    outputs = last_outputs(spec.model(experiment.device, experiment.dtype), vocab_size, experiment.settings)
     if not outputs.isfinite().all():
         raise UserError(f"{spec.name}: its states are not finite: are its weights huge?")
     return outputs.numpy()
@@ -117,22 +120,8 @@ def p_values(taus, null):
 
 def closed_form_z(taus, n):
     """The mean of k taus of n inputs, divided by the standard error of k independent dimensions."""
-    return taus.sum() / max(1, len(taus)) ** 0.5 / (2 * (2 * n + 5) / (9 * n * (n - 1))) ** 0.5
-
-
-def released_test(a, b):
-    """What the authors' code does in place of `paper_test` (YnezT0311/SeedPrints, 42b4624).
-
-    Its identity dimensions have the lowest means in both models, 400 of them; below a width of 4,000 a tenth
-    of it (ours). Divided by 10 they go through a softmax, input by input. p is a doubled upper tail; no null.
-    """
-    from scipy.special import ndtr
-
-    lowest = [top_dimensions(-rows)[: min(400, rows.shape[1] // 10)] for rows in (a, b)]
-    chosen = np.intersect1d(*lowest)
-    shares = [torch.tensor(rows[:, chosen] / 10).softmax(1).numpy() for rows in (a, b)]
-    z = closed_form_z(kendall(*shares, range(len(chosen))), len(a))
-    return {"released_k": len(chosen), "released_z": z, "released_p": min(1.0, 2 * ndtr(-z))}
+    variance = 2 * (2 * n + 5) / (9 * n * (n - 1))  # of one tau between unrelated rankings (Kendall 1938)
+    return taus.sum() / (max(1, len(taus)) * variance) ** 0.5
 
 
 @functools.cache

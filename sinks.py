@@ -28,8 +28,9 @@ from measure.anatomy import anatomy
 from measure.figures import draw_heads, draw_transplants
 from measure.units import observe, zero_units
 from model import Transformer
-from sources.checkpoint import check_lengths, save_constants
+from sources.checkpoint import check_lengths
 from sources.inputs import TextExperiment, TextSettings, bos_of, read_tokens, text_of
+from sources.saving import save_constants
 
 LENGTHS = (32, 64, 128, 256, 512)  # of sequences, for `rate`
 EARLY = 8  # predictions that see few tokens, so that anything in front of the text helps them
@@ -67,8 +68,7 @@ def rate(settings: RateSettings):
             tokens = read_tokens(experiment.settings, spec, T)  # (n, T)
             row, alpha = attention.sink_statistics(model, tokens, range(2, T // 2 + 1))  # alpha (n, L, H)
             row |= interval(attention.sink_share(alpha), "sink_rate", 0, 1)
-            # By layer: how many queries see position 1. A stranger with windows has just counted them.
-            seen = model.seen or {layer: T for layer in range(1, alpha.shape[1] + 1)}
+            seen = attention.queries_that_see_the_first(model, T)
             row["uniform_alpha1"] = np.mean([uniform_alpha1(queries) for queries in seen.values()])
             row["windowed_layers"] = np.mean([queries < T for queries in seen.values()])
             rows.append(key | row)

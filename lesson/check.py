@@ -28,7 +28,7 @@ from measure.theory import hermite_kernel
 from measure.units import zero_units
 from model import PRESETS
 from reproduce.mechanisms import pairwise_cosine
-from sources import checkpoint
+from sources import checkpoint, saving
 from sources.inputs import TextSettings, random_tokens, read_tokens
 
 HERE = Path(__file__).parent
@@ -121,7 +121,7 @@ def test_4_child_identified(answer, tmp_path):
     model = trained_child(seed)
     for parameter in model.parameters():
         parameter += 0.035 * torch.randn_like(parameter)  # initial std 0.02: the cosine is 0.5 now
-    checkpoint.save(tmp_path, model)
+    saving.save(tmp_path, model)
     said = int(answer(tmp_path))
     assert said == seed, f"the child was born of seed {seed}, not of {said}"
     print(f"the child was born of seed {seed}")
@@ -166,9 +166,9 @@ def test_6_head_at_rest(answer):
 
 def test_7_sink_replaced(answer):
     """7. One vector in place of the sink's two neurons: nine tenths of the loss must come back."""
-    spec = checkpoint.parse_spec("smollm2")
+    spec = checkpoint.find_model("smollm2")
     given, fresh = read_tokens(TextSettings(num_sequences=40, device="cpu"), spec, LENGTH).chunk(2)
-    model = spec.load()
+    model = spec.model()
     silent = copy.copy(model)
     silent.unit_watchers = [zero_units([(12, 1229), (12, 1487)])]  # they build the sink (docs/sinks.md)
     whole = losses(model, fresh)

@@ -17,8 +17,7 @@ from lib.results import Experiment
 from lib.runtime import progress, rank
 from lib.settings import OutputSettings, UserError
 from lineage.judge import CHANCE_LOG10_P
-from sources.checkpoint import parse_spec
-from strangers.formats import open_spec
+from sources.checkpoint import find_model
 
 IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix that `identify` draws for each candidate,
 FIRST_NUMBERS = 65_536  # up to this many numbers
@@ -41,7 +40,7 @@ def identify(settings: IdentifySettings):
     first, last = settings.seeds
     if not 0 <= first <= last:
         raise UserError(f"--seeds {first} {last}: expected FIRST LAST")
-    source = open_spec(parse_spec(settings.suspect, in_parts=True))
+    source = find_model(settings.suspect, weights_alone=True).weights
     if IDENTIFIED not in source.shapes:
         raise UserError(f"{settings.suspect} has no {IDENTIFIED}, which shows the seed")
     experiment = Experiment("identify", "ours", settings)

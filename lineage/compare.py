@@ -14,12 +14,12 @@ from lib.results import Experiment
 from lib.runtime import progress, rank
 from lib.settings import Names, OutputSettings, UserError, at_least
 from lineage.evidence import equal_layers, is_copy, look, parts_looked_at, why_bare
-from lineage.family import draw_family, lineage_figure
+from lineage.family import draw_family
 from lineage.judge import COLUMNS, INCONCLUSIVE, VERDICTS, Pair, judge, row_of
 from lineage.layout import find_stacks
 from lineage.match import layers_to_read, likeliest_way, match_again, match_layers, tables_to_read
-from sources.checkpoint import parse_spec
-from strangers.formats import open_spec, token_ids
+from sources.checkpoint import find_model
+from weights.vocabulary import token_ids
 
 VERDICT_COLUMNS = ("suspect", "verdict", "units_found", "units", "r", "distance", "body_z", "embedding_z")
 FEW, MANY = 256, 1024  # directions that neurons are seen in: at first, and where these do not decide
@@ -134,7 +134,6 @@ def compare(settings: CompareSettings):
     if rank() == 0:
         for row in rows:
             print(f"{row['suspect']}: {row['verdict']}: {row['sentence']}")
-    lineage_figure(experiment.folder / "compare.png", base_name, rows, details)
     if unread:
         raise UserError(f"{len(unread)} of {len(names)} suspects not read: {unread[0]}")
     return result
@@ -153,6 +152,6 @@ def matrix(settings: CompareSettings):
 
 def open_model(name, settings: CompareSettings):
     """The Model that a name stands for, of any architecture; UserError if it cannot be read."""
-    source = open_spec(parse_spec(name, settings.init, in_parts=True), any_architecture=True)
+    source = find_model(name, settings.init, weights_alone=True).weights
     source.expect((name, part) for name, shape in source.shapes.items() for part in parts_looked_at(shape))
     return Model(name, source)

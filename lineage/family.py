@@ -1,4 +1,4 @@
-"""Who belongs to whom? The figures of `seedprint.py compare` and `matrix` (BB Table 4)"""
+"""Who belongs to whom? The figure of `seedprint.py matrix` (BB Table 4)"""
 
 import numpy as np
 
@@ -36,28 +36,3 @@ def kinship(row):
     if row["distance"] is not None:
         return 1 - row["distance"]
     return 1.0 if row["r"] is None else row["r"]  # None: the bits are equal, the names are not
-
-
-def lineage_figure(path, base, rows, details) -> None:
-    """Draw the share of matched neurons in each suspect's layers, and which layers of the base they match."""
-    title = f"Which of each suspect's layers are those of {short_names([base])[0]}?"
-    figure, grid = new_figure(title, len(rows), 2, width=5.6, height=2.4)
-    names = short_names([row["suspect"] for row in rows])
-    for (units, layer_map), name, row, detail in zip(grid, names, rows, details):
-        units.set_title(f"{name}: {row['verdict']}", loc="left", fontsize=10, fontweight="bold")
-        keys = ("share", "r", "by_chance", "units")
-        columns = [[layer[key] for layer in detail["layers"]] for key in keys]
-        share, r, by_chance, count = np.array(columns, float)  # None, a gap, for a layer without neurons
-        places = range(1, len(share) + 1)
-        units.plot(places, 100 * share, "o-", label="matched")
-        units.plot(places, 100 * r, ".:", label="strength r, in %")
-        units.plot(places, 100 * by_chance / np.maximum(1, count), "x--", color="black", label="by chance")
-        units.set(ylim=(-5, 105), xlabel="MLP of the suspect", ylabel="% of units")
-        units.legend(frameon=False, fontsize=9)
-        if detail["layer_map"]:
-            shares = 100 * np.array(detail["layer_map"]["share"])
-            extent = (0.5, shares.shape[1] + 0.5, 0.5, shares.shape[0] + 0.5)
-            image = layer_map.imshow(shares, "cividis", vmin=0, vmax=100, origin="lower", extent=extent)
-            layer_map.set(xlabel="MLP of the suspect", ylabel="MLP of the base", aspect="auto")
-            figure.colorbar(image, ax=layer_map, label="% matched")
-    save_figure(figure, path)

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from strangers.formats import packed_error
+from lineage.stated import stated_counts, states_mlps
+from weights.contents import packed_error
 
 NUMBER = re.compile(r"(?<!\d)(\d{1,9})[./_]")  # in a name: of a layer, or an expert
 EXPERT = re.compile(r"([^.]+)\.(?:weight)?(\d+)$")  # whose number comes last
@@ -111,16 +112,16 @@ def find_stacks(source, model=""):
         raise packed_error(source.place, source.packed)
     stacks.sort(key=lambda stack: stack.size, reverse=True)
     possible = [stack for stack in stacks if any(stack.mlps)] or stacks
+    stated = stated_counts(source.place)
     deepest = max(len(stack.layers) for stack in possible)
     reading = max((stack.size for stack in possible if stack.tables), default=0)
     for stack in possible:
         reads = stack.may_read_tokens and not len(stack.layers) == 1 < deepest
         stack.may_be_model = stack.size >= A_TENTH * possible[0].size and (reads or stack.size >= reading)
         rows = max((shapes[name][0] for name in stack.tables), default=0)
-        stack.missing += [source.told["parts"]] if source.told["parts"] else []
         for count, name in ((max(stack.count for stack in stacks), "layers"), (rows, "tokens")):
-            if 0 < count < (source.told[name] or 0):  # as in a file of one rank, or stage
-                stack.missing.append(f"{count:,} of {source.told[name]:,} {name} are here")
+            if 0 < count < (stated[name] or 0):  # as in a file of one rank, or stage
+                stack.missing.append(f"{count:,} of {stated[name]:,} {name} are here")
     return stacks
 
 
@@ -130,7 +131,7 @@ def find_layers(stack):
     packed = sum(count for full, count in source.packed.items() if full.startswith(stack.prefix))
     sizes = {full: math.prod(shape) for full, shape in shapes.items()}
     stack.size = packed + sum(sizes[full] for names in stack.layers for full in names.values())
-    stack.may_have_mlps = source.names_mlps
+    stack.may_have_mlps = states_mlps(source.place)
     without, products = [], []
     added = {full for full, shape in shapes.items() if len(shape) > 1 and ADDED.search(full)}
     for layer, names in enumerate(stack.layers, start=1):

@@ -4,10 +4,8 @@ Attention averages, so aggregated values vary most at position 1. Neurons respon
 (measure/units.py). Behind a norm the key is then nearly the same for any token, and heads find it.
 """
 
-import contextlib
 import math
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -15,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lib.figures import lines_of, new_figure, save_figure
-from lib.random import random_tokens
 from measure.attention import Means, batches
 from measure.units import Activity, disparity, names_of, observe
 from sources.inputs import TextExperiment, TextSettings, read_tokens
@@ -37,28 +34,20 @@ LEAST_DISPARITY = 50  # a layer makes a dimension dominate if it doubles dispari
 def anatomy(settings: TextSettings):
     """What singles position 1 out? SO's chain by layer, and the neurons behind it (half a minute)"""
     experiment = TextExperiment("anatomy", "SO", settings)
-    rows, layers, neurons, models = [], [], [], []
+    rows, layers, neurons = [], [], []
     for named, spec, model in experiment.models():
         tokens = read_tokens(experiment.settings, spec, settings.sequence_length)
         activity = observe(model, tokens)
         found = chain(model, tokens)
         rows += [named | row for row in rows_by_position(found)]
-        here = rows_by_layer(found, activity)
-        layers += [named | row for row in here]
+        layers += [named | row for row in rows_by_layer(found, activity)]
         strongest = activity.builders(10) + activity.removers(5)[::-1]  # the strongest remover last
         neurons += [named | row for row in describe(activity, strongest)]
-        n, T = tokens.shape
-        random = random_tokens(settings.input_seed, range(n), T, model.config.vocab_size).to(tokens.device)
-        about = {"disparity": activity.disparity.max().item(), "massive": max(row["massive"] for row in here)}
-        models.append(named | about | {"normed_random": normed_disparity(model, random)})
-    for row in models:
-        said = "{checkpoint}: disparity {disparity:.4g}; {normed_random:.4g} behind a norm, on random tokens;"
-        print((said + " {massive:.2g} tokens of a sequence have a massive activation").format(**row))
     for row in layers:
         if row["builders"]:
             print("{checkpoint}: {builders} build dimension {dimension} by layer {layer}".format(**row))
     columns = ("checkpoint", "layer", *COLUMNS)
-    result = experiment.save(rows, columns, layers, layers=layers, builders=neurons, models=models)
+    result = experiment.save(rows, columns, layers, layers=layers, builders=neurons)
     draw_chain(experiment.folder / "anatomy.png", rows)
     return result
 
@@ -202,30 +191,6 @@ def describe(activity: Activity, neurons):
         row["down_share"] = (squares[dimension] / squares.sum().clamp(min=1e-12)).item()
         rows.append(row)
     return rows
-
-
-@torch.inference_mode()
-def normed_disparity(model, tokens: Tensor):
-    """Disparity at position 1 of what a block's first norm puts out, in the layer where it is largest (SO).
-
-    That norm is the first of the block's own modules to return (B, T, d).
-    """
-    means = Means(len(tokens))
-    called = set()  # layers, in a pass
-
-    def on_part(layer, part, inputs, output):
-        if layer not in called and getattr(output, "ndim", 0) == 3:
-            called.add(layer)
-            means.add(layer, disparity=disparity(output[:, 0]))
-
-    with contextlib.ExitStack() as stack:
-        for layer, block in enumerate(model.blocks, start=1):
-            for part in block.children():
-                stack.enter_context(part.register_forward_hook(partial(on_part, layer)))
-        for some in batches(tokens):
-            called.clear()
-            model.hidden(some)
-    return means.stack("disparity").max().item()
 
 
 def draw_chain(path, rows) -> None:

@@ -78,10 +78,20 @@ class Means:
 
 
 def check_seen(model, *parts) -> None:
-    """Raise UserError if a part of a model, such as "units", cannot be seen."""
-    for part in parts:
+    """Raise UserError if a part of a model of transformers, such as "units", cannot be seen."""
+    for part in () if isinstance(model, Transformer) else parts:
         if part in model.lacks:
             raise UserError(f"its {part} cannot be seen: {model.lacks[part]}")
+
+
+def queries_that_see_the_first(model, T):
+    """By layer that attends, how many of T queries see position 1; windows hide it from late ones.
+
+    A Lens has counted them in its last pass.
+    """
+    if isinstance(model, Transformer):
+        return dict.fromkeys(range(1, model.config.num_layers + 1), T)
+    return model.seen
 
 
 @torch.inference_mode()

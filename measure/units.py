@@ -36,7 +36,7 @@ class Activity:
     disparity: Tensor  # of the stream at position 1, (L + 1,)
     at_1: Tensor  # neurons' activations at position 1, (L, d_ff)
     elsewhere: Tensor  # their |activations| at the other positions, (L, d_ff)
-    mlp_output: dict  # what an MLP adds to the state, (d,), by layer with a norm behind it: strangers' alone
+    mlp_output: dict  # by layer with a norm behind its MLP, as Gemma's: what that adds to the state, (d,)
 
     @property
     def dimension(self):
@@ -104,7 +104,7 @@ def observe(model, tokens: Tensor) -> Activity:
     at_1 = by_layer([means.of[layer].get("at_1", none) for layer in layers])
     elsewhere = by_layer([means.of[layer].get("elsewhere", none) for layer in layers])
     mlp_output = {}
-    for layer in model.normed_layers:
+    for layer in getattr(model, "normed_layers", ()):  # a Lens
         mlp_output[layer] = state[layer] - model.without_units(layer, tokens[:, :1])
     return Activity(model, 1 + sizes[1:].argmax().item(), state, sizes, at_1, elsewhere, mlp_output)
 

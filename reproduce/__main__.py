@@ -26,7 +26,7 @@ GEMMA = "models/gemma-3-270m-q4_k_m.gguf"
 TWO, FOUR, TWELVE, FEW = [f"--num-sequences {count}" for count in (2, 4, 12, 25)]
 BFLOAT16, WIKI = "--dtype bfloat16", "--text data/wikitext-2/test.txt"
 LONG = "--num-sequences 16 --sequence-length 64 512"
-RELEASED = "seedprint.py paper --released runs/released/step_0000000 runs/released nano_llama@43"
+RELEASED = "-m reproduce.released runs/released/step_0000000 runs/released nano_llama@43"
 TRANSPLANT = "-m reproduce.interventions transplant"
 THREE_MODELS = f"sinks.py transplant --model smollm2 {SMALL} {LARGE} {TWELVE}"
 RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
@@ -92,7 +92,6 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "models/bos": f"-m reproduce.interventions bos --model smollm2 {SMALL} {GEMMA} {TWELVE} {WIKI}",
     "models/transplant": THREE_MODELS,
     "models/wikitext/transplant": f"{THREE_MODELS} {WIKI}",
-    "bench": "-m reproduce.bench",
 }
 FIRST = {"disguised": "-m reproduce.disguise tiny_llama@42"}  # a folder that a result reads, and its command
 

@@ -22,10 +22,11 @@ from tyro.conf import Positional
 from lib.random import keyed_generator
 from lib.settings import Command, OutputSettings, UserError, run_script
 from model import GATED, Transformer
-from sources import checkpoint
-from sources.tokenizers import load_tokenizer
-from strangers.formats import HEAD, TOKEN_TABLE, CheckpointReader, open_spec
-from strangers.gguf import LazyTensor
+from sources import saving
+from sources.checkpoint import find_model, newborn_weights
+from weights.contents import Weights
+from weights.gguf_config import HEAD, TOKEN_TABLE
+from weights.storage import in_memory
 
 AXES = {  # what a matrix has along its rows and columns; a bias has the first of them
     "embed_tokens": ("tokens", "stream"),
@@ -150,26 +151,42 @@ def weights_of(source):
     return {name: source.read(name) for name in source.shapes}
 
 
-def as_source(weights, config):
+class OwnWeights(Weights):
+    """The Weights of a Transformer, and its ModelConfig."""
+
+    def __init__(self, tensors, config):
+        super().__init__(tensors)
+        self.config = config
+
+
+def as_source(weights, config) -> OwnWeights:
     """Weights by name as a checkpoint of ours, in memory."""
-    tensors = {name: LazyTensor(tuple(x.shape), "F32", x.__getitem__) for name, x in weights.items()}
-    return CheckpointReader(None, tensors, config)
+    return OwnWeights({name: in_memory(weight) for name, weight in weights.items()}, config)
+
+
+def newborn_source(config, seed, *options) -> OwnWeights:
+    """A newborn as a checkpoint of ours, drawn as it is read."""
+    return OwnWeights(newborn_weights(config, seed, *options).tensors, config)
+
+
+def own_source(spec) -> OwnWeights:
+    """A checkpoint that model.py can be, in memory."""
+    return as_source(spec.transformer().state_dict(), spec.transformer_config)
 
 
 def save(folder, source, tokenizer=None) -> None:
     """Write a checkpoint of ours as a folder."""
     model = Transformer(source.config)
     model.load_state_dict(weights_of(source))
-    checkpoint.save(Path(folder), model, tokenizer=tokenizer)
+    saving.save(Path(folder), model, tokenizer)
 
 
 def disguise(settings: Settings) -> None:
     """A copy of a model that computes the same and looks like another, in a new folder (seconds)"""
     if Path(settings.out).exists():
         raise UserError(f"'{settings.out}' is there already: give another --out")
-    spec = checkpoint.parse_spec(settings.model)
-    tokenizer = load_tokenizer(str(spec.tokenizer_file)) if spec.tokenizer_file else None
-    save(settings.out, disguised(open_spec(spec), settings.transforms), tokenizer)
+    spec = find_model(settings.model)
+    save(settings.out, disguised(own_source(spec), settings.transforms), spec.tokenizer)
     print(f"{settings.out} computes what {spec.label} does, disguised; compare them:")
     print(shlex.join(["python", "seedprint.py", "compare", spec.label, settings.out]))
 

@@ -26,7 +26,7 @@ from lineage.views import readings
 from model import PRESETS
 from reproduce.disguise import as_source, weights_of
 from seedprint import PaperSettings, last_outputs, paper_test
-from strangers.formats import Newborn
+from sources.checkpoint import newborn_weights
 
 INPUTS = ("own embedding", "shared embedding", "gaussian")  # tokens with one embedding each, or one for all
 LEVEL = 0.01  # a test calls two models related if p is at most this
@@ -55,7 +55,7 @@ def errors(settings: Settings):
     for model in progress(settings.model, desc="errors of weights"):  # which no scheme changes, once scaled
         key = {"inputs": "weights", "scheme": settings.schemes[0], "model": model}
         config = PRESETS[model]
-        births = [Newborn(config, seed) for seed in range(1, settings.num_births + 1)]
+        births = [newborn_weights(config, seed) for seed in range(1, settings.num_births + 1)]
         newborns = [as_source(weights_of(born), config) for born in births]  # each is read often
         rows += error_rates(p_of_weights(newborns), key)
     result = experiment.save(rows)

@@ -17,9 +17,8 @@ from lineage.compare import CompareSettings, Model, compare_models
 from reproduce.baselines import BASELINES, similarities
 from reproduce.runs import BASE, OTHER, SEEDS
 from seedprint import PaperSettings, kendall, last_outputs, outputs_of, paper_test, top_dimensions
-from sources.checkpoint import check_lengths, parse_spec, shortest_context, steps
+from sources.checkpoint import check_lengths, find_model, shortest_context, steps
 from sources.data import TokenData, default_folder
-from strangers.formats import open_spec
 
 
 @dataclass
@@ -46,10 +45,10 @@ def tables(settings: TableSettings):
 
     @functools.cache
     def read(folder):
-        spec = parse_spec(folder)
-        model = spec.load(experiment.device, experiment.dtype)
+        spec = find_model(folder)
+        model = spec.model(experiment.device, experiment.dtype)
         outputs = last_outputs(model, model.config.vocab_size, PaperSettings())
-        return model, Model(folder, open_spec(spec)), outputs
+        return model, Model(folder, spec.weights), outputs
 
     rows = []
     for table, base, suspect, kin in progress(pairs, desc="lineage", unit=" pairs"):
@@ -82,9 +81,9 @@ def persistence(settings: PersistenceSettings):
     folders = steps(settings.models[0]) if len(settings.models) == 1 else []
     if len(folders) < 2 or folders[0].name != "step_0000000" or not settings.stranger:
         raise UserError("persistence expects a run folder with step_0000000 and a later step, and --stranger")
-    specs = [parse_spec(str(folder)) for folder in folders]
-    last = parse_spec(settings.stranger)
-    strangers = {folder.name: parse_spec(str(folder)) for folder in steps(settings.stranger)}
+    specs = [find_model(str(folder)) for folder in folders]
+    last = find_model(settings.stranger)
+    strangers = {folder.name: find_model(str(folder)) for folder in steps(settings.stranger)}
     if specs[0].config.d_model != last.config.d_model:
         raise UserError("persistence compares models of one width")
     check_lengths((settings.paper_length,), shortest_context([specs[0], last]), "--paper-length")
@@ -94,9 +93,9 @@ def persistence(settings: PersistenceSettings):
     chosen = top_dimensions(birth)
     rows, points = [], []
     for spec in progress(specs, desc="checkpoints"):
-        row = {"step": int(spec.folder.name.removeprefix("step_"))}
+        row = {"step": int(spec.place.name.removeprefix("step_"))}
         outputs = outputs_of(spec, vocab_size, experiment)
-        other = outputs_of(strangers.get(spec.folder.name, last), vocab_size, experiment)
+        other = outputs_of(strangers.get(spec.place.name, last), vocab_size, experiment)
         for who, prefix, states in (("its own birth", "", outputs), ("another birth", "stranger_", other)):
             taus = kendall(birth, states, chosen)
             row |= {f"{prefix}mean_tau": taus.mean(), f"{prefix}std_tau": taus.std()}

@@ -22,10 +22,11 @@ from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, OutputSettings, at_least, run_script
 from lineage.compare import CompareSettings, Model, compare_models
-from reproduce.disguise import as_source, disguised, select, weights_of
-from sources.checkpoint import parse_spec
+from reproduce.disguise import as_source, disguised, newborn_source, own_source, select, weights_of
+from sources.checkpoint import find_model
 from sources.inputs import TextSettings, read_tokens
-from strangers.formats import TOKEN_TABLE, Newborn, open_spec, sha256
+from weights.files import sha256
+from weights.gguf_config import TOKEN_TABLE
 
 STRANGER_SEED = 2**31 - 1  # of newborns that no model descends from
 
@@ -41,7 +42,7 @@ class Settings(OutputSettings):
 
 def robustness(settings: Settings):
     """What does `compare` say of a model's children, and of models that never met? Writes robustness.json"""
-    specs = [parse_spec(name) for name in settings.models]
+    specs = [find_model(name) for name in settings.models]
     experiment = Experiment("robustness", "", settings)
     rows, details, points = [], [], []
     for base, suspect, kind in progress(all_pairs(specs, settings), desc="robustness", unit=" pairs"):
@@ -57,7 +58,7 @@ def robustness(settings: Settings):
     labels = {"xlabel": "depth (0: input, 1: output)", "ylabel": "% of a layer's neurons matched"}
     path = experiment.folder / "robustness.png"
     more = {key: [detail[key] for detail in details] for key in ("layers", "layer_map")}
-    files = [path for spec in specs for path in (Path(spec.name), spec.folder) if path and path.is_file()]
+    files = [path for spec in specs for path in (Path(spec.name), spec.place) if path and path.is_file()]
     columns = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "distance", "body_z")
     result = experiment.save(rows, columns, sha256={file.name: sha256(file) for file in files}, **more)
     curves(points, path, question, x="depth", y="matched", series="kind", style=".", **labels)
@@ -66,7 +67,7 @@ def robustness(settings: Settings):
 
 def all_pairs(specs, settings: Settings):
     """(base, suspect, kind): the first model and its relatives, made one after another; then all models."""
-    models = [Model(Path(spec.name).name, open_spec(spec, any_architecture=True)) for spec in specs]
+    models = [Model(Path(spec.name).name, spec.weights) for spec in specs]
     for name, kind, source in relatives(specs[0], settings):
         yield models[0], Model(name, source), kind
     pairs = list(itertools.combinations(models, 2))
@@ -76,17 +77,17 @@ def all_pairs(specs, settings: Settings):
 
 def relatives(spec, settings: Settings):
     """(name, kind, checkpoint) of a model's children, one after another, and of newborns beside it."""
-    source = open_spec(spec)
+    source = own_source(spec)
     config = source.config
     reading = TextSettings(text=settings.text, num_sequences=settings.steps, device="cpu")
     tokens = read_tokens(reading, spec, 128)
     yield "itself", "child", source
-    child = trained(spec.load_own(), tokens[:20], 5e-4)
+    child = trained(spec.transformer(), tokens[:20], 5e-4)
     yield "trained", "child", child
     yield "trained, disguised", "child", disguised(child)
     turns = [-1, settings.steps / 10, settings.steps]
     rates = np.interp(np.arange(settings.steps), turns, [0, 3e-3, 0])  # ten times what fine-tuning takes
-    yield "trained hard", "child, trained hard", trained(spec.load_own(), tokens, rates)
+    yield "trained hard", "child, trained hard", trained(spec.transformer(), tokens, rates)
     child = disguised(source)
     yield "disguised", "child", child
     yield "disguised, noise of 0.3 std", "child", noised(child, 0.3)
@@ -98,7 +99,7 @@ def relatives(spec, settings: Settings):
     late = range(config.num_layers - config.num_layers // 4, config.num_layers)
     yield "its last quarter of layers", "child", cut(child, late)
     yield "disguised, 3/4 of the width", "child", narrowed(child, 0.75)
-    stranger = Newborn(config, STRANGER_SEED)
+    stranger = newborn_source(config, STRANGER_SEED)
     yield "newborn", "newborn", stranger
     stranger = as_source(weights_of(stranger) | {TOKEN_TABLE: source.read(TOKEN_TABLE)}, config)
     yield "newborn, the base's embedding", "newborn", stranger
@@ -107,7 +108,7 @@ def relatives(spec, settings: Settings):
     yield "the same, trained", "newborn", trained(model, tokens[: settings.steps // 2], 5e-4)
     small = replace(config, num_layers=6, d_model=192, num_heads=3, num_kv_heads=3, head_dim=64, d_ff=512)
     student = newborn(small, STRANGER_SEED)
-    yield "distilled from its outputs", "distilled", trained(student, tokens, 1e-3, spec.load_own())
+    yield "distilled from its outputs", "distilled", trained(student, tokens, 1e-3, spec.transformer())
 
 
 def of_matrices(source, change):

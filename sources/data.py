@@ -38,7 +38,8 @@ from lib.files import ROOT, atomic_folder, check_regular, read_json
 from lib.random import keyed_generator
 from lib.runtime import gathered, progress
 from lib.settings import Command, UserError, from_values, rank, run_script, say
-from sources.tokenizers import load_tokenizer
+from sources.checkpoint import load_tokenizer
+from sources.tokenizers import read_tokenizer
 
 PAGE = 2**16  # characters; longer documents are read in pieces, cut at line ends
 TEXT = (".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".jsonl")  # endings of text
@@ -325,7 +326,7 @@ class TokenData:
             if count < 1 or size != count * np.dtype(self.meta.dtype).itemsize:
                 raise UserError(f"{path} has {size} bytes, not {count} tokens: prepare the data set anew")
             self.tokens[split] = np.memmap(path, self.meta.dtype, "r")
-        self.tokenizer = load_tokenizer(str(self.folder / self.meta.tokenizer_file))  # that made the data set
+        self.tokenizer = read_tokenizer(self.folder / self.meta.tokenizer_file)  # that made the data set
         self.first_token = self.tokenizer.bos if bos_first else None  # of every window; None: its own
         if bos_first and self.first_token is None:
             raise UserError(f"--bos-first: the tokenizer of {folder} has no BOS")

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os.path import isdir, isfile
 from pathlib import Path
 from typing import Literal
@@ -14,9 +14,8 @@ from lib.random import keyed_generator, random_tokens
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import RunSettings, UserError, at_least
-from sources.checkpoint import check_lengths, shortest_context, specs_of
+from sources.checkpoint import check_lengths, find_models, load_tokenizer, shortest_context
 from sources.data import TokenData, pieces, places_of, read
-from sources.tokenizers import load_tokenizer
 
 
 @dataclass
@@ -38,15 +37,15 @@ class TextExperiment(Experiment):
 
     def __init__(self, name, paper, settings: TextSettings):
         """UserError if a model cannot read as many tokens."""
-        self.specs = specs_of(settings.model, settings.seed)
+        self.specs = find_models(settings.model, settings.seed)
         check_lengths(np.ravel(settings.sequence_length or ()), shortest_context(self.specs))
         super().__init__(name, paper, settings)
 
     def models(self):
-        """Yield, for each model, columns that name it and its text, its Spec, and the model."""
+        """Yield, for each model, columns that name it and its text, its Checkpoint, and the model."""
         for spec in progress(self.specs, desc=self.name, unit=" models"):
             named = {"checkpoint": spec.label, "text": text_of(self.settings, spec)}
-            yield named, spec, spec.load(self.device, self.dtype)
+            yield named, spec, spec.model(self.device, self.dtype)
 
     def rows(self, measure):
         """What measure(settings, spec, model) returns for each model, with the columns that name it."""
@@ -60,20 +59,32 @@ def text_of(settings: TextSettings, spec):
     """The name of what `read_tokens` reads for a spec."""
     if settings.text is not None:
         return settings.text
-    return "docstrings" if settings.tokenizer or spec.tokenizer_file else "random tokens"
+    return "docstrings" if settings.tokenizer or spec.tokenizer else "random tokens"
+
+
+def tokenizer_of(settings: TextSettings, spec):
+    """The Tokenizer of what a spec's model reads: --tokenizer, or the model's own, or None."""
+    return tokenizer_by_name(settings.tokenizer) if settings.tokenizer else spec.tokenizer
+
+
+@functools.lru_cache
+def tokenizer_by_name(name):
+    """The tokenizer of --tokenizer, loaded once."""
+    return load_tokenizer(name)
 
 
 def bos_of(settings: TextSettings, spec):
     """The BOS in front of what a spec's model reads, or None; random tokens have none."""
     text = text_of(settings, spec)
-    file = settings.tokenizer or spec.tokenizer_file
-    if settings.bos == "never" or (file is None and not isdir(text)):
+    if settings.bos == "never" or text == "random tokens":
         return None
-    tokenizer = load_tokenizer(str(file)) if file else TokenData(text).tokenizer
-    if settings.bos == "auto" and not spec.begins_with_bos(tokenizer):
+    tokenizer = tokenizer_of(settings, spec)
+    if tokenizer is None and isdir(text):
+        tokenizer = TokenData(text).tokenizer
+    if tokenizer is None or (settings.bos == "auto" and not spec.begins_with_bos(tokenizer)):
         return None
     if tokenizer.bos is None:
-        raise UserError(f"--bos {settings.bos}: {file} has no BOS")
+        raise UserError(f"--bos {settings.bos}: the tokenizer of {spec.label} has no BOS")
     return tokenizer.bos
 
 
@@ -82,33 +93,39 @@ def read_tokens(settings: TextSettings, spec, T):
 
     BOS is one of the T tokens. UserError if the text is too short, or its tokens are not the model's.
     """
-    bos = bos_of(settings, spec)
     text = text_of(settings, spec)
-    if bos is not None and not isdir(text):
-        tokens = read_tokens(replace(settings, bos="never"), spec, T - 1)
-        return torch.cat((torch.full_like(tokens[:, :1], bos), tokens), dim=1)
+    bos = bos_of(settings, spec)
     count = settings.num_sequences
-    tokenizer = settings.tokenizer or spec.tokenizer_file
+    length = T if bos is None else T - 1  # of the text
     if text == "random tokens":
         tokens = random_tokens(settings.input_seed, range(count), T, spec.config.vocab_size)
     elif isdir(text):
         data = TokenData(text, bos_first=bos is not None)  # in place of the first token, as in training
         check_tokenizer(spec, data)
         tokens, _ = data.held_out(count, T)
-    elif tokenizer is None:
-        raise UserError(f"{spec.label} has no known tokenizer: name one with --tokenizer")
     else:
-        encoded = encode(text, str(tokenizer))
-        windows = encoded[: len(encoded) // T * T].view(-1, T)  # (all, T)
-        generator = keyed_generator("text", settings.input_seed, T)
-        tokens = windows[generator.choice(len(windows), size=min(count, len(windows)), replace=False)]
+        tokens = windows_of(settings, spec, text, length)
+        if bos is not None:
+            tokens = torch.cat((torch.full_like(tokens[:, :1], bos), tokens), dim=1)
     if len(tokens) < count:
-        found = f"{text} has {len(tokens)} sequences of {T} tokens, not --num-sequences {count}"
+        found = f"{text} has {len(tokens)} sequences of {length} tokens, not --num-sequences {count}"
         raise UserError(f"{found}: use a longer text or a shorter --sequence-length")
     if tokens.max() >= spec.config.vocab_size:
-        said = f"the text has token {tokens.max()}, but {spec.label} has only {spec.config.vocab_size}"
-        raise UserError(f"{said}: is this its --tokenizer?")
+        found = f"the text has token {tokens.max()}, but {spec.label} has only {spec.config.vocab_size}"
+        raise UserError(f"{found}: is this its --tokenizer?")
     return tokens.to(settings.device)
+
+
+def windows_of(settings: TextSettings, spec, text, T):
+    """Disjoint windows of a text, --num-sequences at most, drawn by the input seed: (n, T)."""
+    tokenizer = tokenizer_of(settings, spec)
+    if tokenizer is None:
+        raise UserError(f"{spec.label} has no known tokenizer: name one with --tokenizer")
+    encoded = encode(text, tokenizer)
+    windows = encoded[: len(encoded) // T * T].view(-1, T)  # (all, T)
+    generator = keyed_generator("text", settings.input_seed, T)
+    size = min(settings.num_sequences, len(windows))
+    return windows[generator.choice(len(windows), size=size, replace=False)]
 
 
 @functools.lru_cache
@@ -125,12 +142,11 @@ def encode(text, tokenizer):
         if len(content) >= most:
             break
         content += piece
-    (tokens,) = load_tokenizer(tokenizer).encode([content])
+    (tokens,) = tokenizer.encode([content])
     return torch.tensor(tokens, dtype=torch.int64)
 
 
 def check_tokenizer(spec, data) -> None:
     """UserError if a checkpoint has a tokenizer, and the data set was made with another."""
-    path = spec.tokenizer_file
-    if path is not None and load_tokenizer(str(path)).content != data.tokenizer.content:
-        raise UserError(f"{data.folder} was made with another tokenizer than {path}")
+    if spec.tokenizer is not None and spec.tokenizer.content != data.tokenizer.content:
+        raise UserError(f"{data.folder} was made with another tokenizer than {spec.tokenizer_file}")

@@ -9,7 +9,7 @@ from lib.results import Experiment, mean_over_seeds
 from lib.runtime import progress
 from lib.settings import RunSettings, at_least, check_choice
 from model import PRESETS
-from sources.checkpoint import check_lengths, shortest_context, specs_of
+from sources.checkpoint import check_lengths, find_models, shortest_context
 
 COSINES = ("mean_cosine", "std_cosine")  # measured columns
 
@@ -33,7 +33,7 @@ class NewbornExperiment(Experiment):
         """Begin with the user's sequence lengths, or else `lengths`; UserError for a trained model."""
         for model in settings.model:
             check_choice(model.partition("@")[0], PRESETS, "preset")
-        self.specs = specs_of(settings.model, settings.seed, embedding_seed=0, scheme=settings.init)
+        self.specs = find_models(settings.model, settings.seed, embedding_seed=0, scheme=settings.init)
         context = shortest_context(self.specs)
         check_lengths(settings.sequence_length or (), context)
         self.lengths = settings.sequence_length or [T for T in lengths if T <= context] or [context]

@@ -19,7 +19,7 @@ from lib.files import as_user_error, atomic_file, atomic_folder, check_regular, 
 from lib.results import HUB_COMMITS, commit
 from lib.settings import UserError, from_values, rank, say
 from model import PRESETS
-from sources import checkpoint
+from sources import checkpoint, saving
 from sources.inputs import check_tokenizer
 
 OPTIMIZER = "optimizer.safetensors"  # of a step that can be resumed; its metadata name the data set
@@ -94,7 +94,7 @@ class Run:
         if rank() > 0:
             return
         with atomic_folder(self.step_folder(step)) as new:
-            checkpoint.write(new, model, tokens.tokenizer)
+            saving.write(new, model, tokens.tokenizer)
             state = {}  # none before the first step, nor of a parameter that is frozen or not used
             for name, parameter in model.named_parameters():
                 for key, value in optimizer.state.get(parameter, {}).items():
@@ -126,7 +126,7 @@ class Run:
         with as_user_error(path), safe_open(path, "pt") as moments:
             if (moments.metadata() or {}).get("data") != tokens.meta.fingerprint:
                 raise UserError(f"{tokens.folder} is not the data set that {self.folder} was started with")
-        return checkpoint.parse_spec(str(folder)).load_own(), int(folder.name.removeprefix("step_"))
+        return checkpoint.load(folder), int(folder.name.removeprefix("step_"))
 
     def restore(self, optimizer, model, step) -> None:
         """Load a step's state of a model's parameters into a fresh optimizer."""
@@ -216,7 +216,7 @@ def new_config(settings):
     """The ModelConfig that a new run begins with; UserError for settings that do not fit."""
     wishes = {name: getattr(settings, name) for name in ("attn_calibration", "explicit_sink")}
     if settings.init_from:
-        config = checkpoint.parse_spec(settings.init_from).own_config
+        config = checkpoint.find_model(settings.init_from).transformer_config
         for name, wish in wishes.items():
             if wish not in ("none", False, getattr(config, name)):
                 raise UserError(f"{flag(name)} {wish}: {settings.init_from} has {getattr(config, name)}")
@@ -235,9 +235,9 @@ def new_config(settings):
 def new_model(settings, config, tokens):
     """The float32 model that a new run begins with; UserError if it does not fit the data."""
     if settings.init_from:
-        spec = checkpoint.parse_spec(settings.init_from)
+        spec = checkpoint.find_model(settings.init_from)
         check_tokenizer(spec, tokens)
-        model = spec.load_own()
+        model = spec.transformer()
     else:
         config = replace(config, vocab_size=tokens.vocab_size)
         model = newborn(config, settings.seed, settings.embedding_seed, settings.init)

@@ -12,7 +12,6 @@ from lib.settings import UserError, at_least
 from sources import checkpoint
 from sources.data import TokenData, default_folder
 from sources.inputs import check_tokenizer, encode
-from sources.tokenizers import load_tokenizer
 
 
 @dataclass
@@ -50,16 +49,16 @@ def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, 
 
 def tokenizer_of(spec):
     """The Tokenizer of a model; UserError if there is none."""
-    if spec.tokenizer_file is None:
+    if spec.tokenizer is None:
         raise UserError(f"{spec.label} has no tokenizer that we can read")
-    return load_tokenizer(str(spec.tokenizer_file))
+    return spec.tokenizer
 
 
 def sample(settings: SampleSettings) -> None:
     """Continue a prompt with a checkpoint."""
-    spec = checkpoint.parse_spec(settings.model)
+    spec = checkpoint.find_model(settings.model)
     tokenizer = tokenizer_of(spec)
-    model = spec.load(runtime.choose_device(settings.device))
+    model = spec.model(runtime.choose_device(settings.device))
     generator = torch.Generator().manual_seed(settings.seed)
     options = (settings.prompt, settings.tokens, settings.temperature, settings.top_k)
     print(settings.prompt + generate(model, tokenizer, generator, *options))
@@ -79,14 +78,14 @@ class EvalSettings:
 @torch.no_grad()
 def evaluate(settings: EvalSettings):
     """Print and return the mean loss of a model over all windows of a text, or of held-out data."""
-    spec = checkpoint.parse_spec(settings.model)
+    spec = checkpoint.find_model(settings.model)
     tokenizer, run, context = tokenizer_of(spec), spec.run, spec.config.context_length
     T = settings.sequence_length or run.get("sequence_length") or min(1024, context)
     checkpoint.check_lengths((T,), context)
     place = settings.data or run.get("data") or (run and default_folder(run["source"], run["tokenizer"]))
     if settings.text:
         place = settings.text
-        tokens = encode(place, str(spec.tokenizer_file))
+        tokens = encode(place, tokenizer)
         if tokenizer.bos is not None:
             tokens = torch.cat((tokens.new_tensor([tokenizer.bos]), tokens))
     elif place:
@@ -102,7 +101,7 @@ def evaluate(settings: EvalSettings):
     windows = tokens.unfold(0, T + 1, T).clone()  # (n, T + 1), as in training
     if run.get("bos_first"):
         windows[:, 0] = tokenizer.bos
-    model = spec.load(runtime.choose_device(settings.device))
+    model = spec.model(runtime.choose_device(settings.device))
     loss = 0.0
     for part in windows.to(model.device).split(runtime.default_batch_size(model.device, T)):
         states = model.hidden(part[:, :-1]).flatten(0, 1)

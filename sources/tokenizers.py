@@ -12,7 +12,7 @@ import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from os.path import isdir, isfile
+from os.path import isfile
 from pathlib import Path
 
 import sentencepiece
@@ -22,7 +22,6 @@ from tokenizers import decoders, models, normalizers
 
 from lib.files import as_user_error, check_regular, read_json
 from lib.settings import UserError
-from sources.checkpoint import parse_spec
 
 PROBE = " Tell  two\n\tkinds (12 + 3) apart: é ﬁ 日本 👩.\r\n\n"  # different tokenizers cut it differently
 BLANK = "\u2581"  # SentencePiece's
@@ -30,7 +29,7 @@ BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json
 ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")  # EOS, if no file beside a tokenizer names it
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tokenizer:
     """Text to token numbers and back, with any library."""
 
@@ -80,18 +79,20 @@ class Tokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def load_tokenizer(name, texts=()):
+def named_tokenizer(name, texts=()) -> Tokenizer:
     """The tokenizer of a name, `bpe:N` trained on `texts`; UserError for an unknown name."""
     if name == "bytes" or name.startswith("tiktoken:"):
         return fileless_tokenizer(name)
     if name.startswith("bpe:"):
         return sentencepiece_tokenizer(name, train_bpe(name, texts))
-    path = Path(name)
-    if name == "smollm2" or path.suffix.lower() == ".gguf" or isdir(path):  # a model's own
-        path = parse_spec(name).tokenizer_file
-    if path is None or not isfile(path):
+    if not isfile(name):
         expected = "bpe:N, a .model or tokenizer.json, a model that has one, tiktoken:gpt2 or bytes"
         raise UserError(f"no tokenizer '{name}': expected {expected}")
+    return read_tokenizer(Path(name))
+
+
+def read_tokenizer(path) -> Tokenizer:
+    """The tokenizer of a file."""
     check_regular(path)
     content = path.read_bytes()
     if path.name == "tokenizer.txt":
@@ -100,25 +101,35 @@ def load_tokenizer(name, texts=()):
     rules = read_json(config) if config.exists() else {}
     if path.suffix == ".json":
         return json_tokenizer(path, content, rules)
-    return sentencepiece_tokenizer(name, content, rules.get("add_bos_token", True))
+    return sentencepiece_tokenizer(str(path), content, rules.get("add_bos_token", True))
 
 
 def fileless_tokenizer(name):
     """The tokenizer of UTF-8 bytes, with BOS 256, or one of tiktoken, which downloads it once."""
     if name == "bytes":
-        coders = (
-            lambda texts: [list(text.encode()) for text in texts],
-            lambda tokens: bytes(token for token in tokens if token < 256).decode(errors="replace"),
+        return Tokenizer(
+            vocab_size=257,
+            bos=256,
+            eos=None,
+            encode=lambda texts: [list(text.encode()) for text in texts],
+            decode=lambda tokens: bytes(token for token in tokens if token < 256).decode(errors="replace"),
+            file="tokenizer.txt",
+            content=b"bytes",
         )
-        return Tokenizer(257, 256, None, *coders, "tokenizer.txt", b"bytes")
     try:
         coder = tiktoken.get_encoding(name.removeprefix("tiktoken:"))
     except Exception as error:  # whatever the network library raises
         hint = "download it once elsewhere and set TIKTOKEN_CACHE_DIR to its cache folder"
         raise UserError(f"no {name} here: {hint}, or use bpe:N ({error!r})") from None
-    encode = coder.encode_ordinary_batch
-    eot = coder.eot_token
-    return Tokenizer(coder.n_vocab, eot, eot, encode, coder.decode, "tokenizer.txt", name.encode())
+    return Tokenizer(
+        vocab_size=coder.n_vocab,
+        bos=coder.eot_token,
+        eos=coder.eot_token,
+        encode=coder.encode_ordinary_batch,
+        decode=coder.decode,
+        file="tokenizer.txt",
+        content=name.encode(),
+    )
 
 
 def json_tokenizer(path, content, rules):
@@ -147,11 +158,18 @@ def json_tokenizer(path, content, rules):
 
     bos, eos = (None if token is None else coder.token_to_id(token) for token in (bos, eos))
     bos = eos if bos is None else bos
-    decode = functools.partial(coder.decode, skip_special_tokens=False)
-    adds_bos = begins or bool(rules.get("add_bos_token"))  # as in transformers
-    beside = {name: (path.parent / name).read_bytes() for name in BESIDE if isfile(path.parent / name)}
-    kept = ("tokenizer.json", content, None, lambda: content, adds_bos, beside)
-    return Tokenizer(vocab_size, bos, eos, encode, decode, *kept)
+    return Tokenizer(
+        vocab_size=vocab_size,
+        bos=bos,
+        eos=eos,
+        encode=encode,
+        decode=functools.partial(coder.decode, skip_special_tokens=False),
+        file="tokenizer.json",
+        content=content,
+        for_transformers=lambda: content,
+        adds_bos=begins or bool(rules.get("add_bos_token")),  # as in transformers
+        beside={name: (path.parent / name).read_bytes() for name in BESIDE if isfile(path.parent / name)},
+    )
 
 
 def sentencepiece_tokenizer(name, model, adds_bos=False):
@@ -160,9 +178,18 @@ def sentencepiece_tokenizer(name, model, adds_bos=False):
         coder = sentencepiece.SentencePieceProcessor(model_proto=model)
     bos, eos = (None if token == -1 else token for token in (coder.bos_id(), coder.eos_id()))
     bos = eos if bos is None else bos
-    for_transformers = functools.cache(lambda: tokenizer_json(coder))
-    kept = ("tokenizer.model", model, coder.id_to_piece, for_transformers, adds_bos)
-    return Tokenizer(coder.vocab_size(), bos, eos, coder.encode, coder.decode, *kept)
+    return Tokenizer(
+        vocab_size=coder.vocab_size(),
+        bos=bos,
+        eos=eos,
+        encode=coder.encode,
+        decode=coder.decode,
+        file="tokenizer.model",
+        content=model,
+        piece=coder.id_to_piece,
+        for_transformers=functools.cache(lambda: tokenizer_json(coder)),
+        adds_bos=adds_bos,
+    )
 
 
 def tokenizer_json(coder):

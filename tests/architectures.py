@@ -22,13 +22,13 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from hf.check import check
+from hf.lens import Lens
+from hf.loading import quiet
 from lib.files import read_json
 from lib.results import ROOT
 from lib.runtime import progress
 from lib.settings import UserError
-from strangers.check import check
-from strangers.lens import Lens
-from strangers.loading import quiet
 
 PAGE = ROOT / "docs" / "architectures.md"
 LARGEST_ERROR = 1e-5

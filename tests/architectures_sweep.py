@@ -22,7 +22,7 @@ from test_architectures import ARCHITECTURES, EXPERTS, GATED, PLAIN, SIZES, T5_S
 from lineage.compare import CompareSettings, Model, compare_models
 from lineage.judge import INCONCLUSIVE, NO_EVIDENCE, SAME_BIRTH
 from reproduce.disguise import as_source
-from strangers import formats
+from weights.contents import open_weights
 
 NARROW = PLAIN | {"embedding_size": 64}
 MAMBA2 = SIZES | {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1, "chunk_size": 16}
@@ -140,7 +140,7 @@ def verdicts(name: str) -> dict[str, tuple[str, str, str]]:
                 source = as_source(made, None)
             else:
                 made.save_pretrained(Path(folder) / kind)
-                source = formats.open_checkpoint(Path(folder) / kind, True)
+                source = open_weights(Path(folder) / kind, True)
             model = Model(kind, source)
             if kind == "base":
                 base = model

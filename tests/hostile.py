@@ -33,7 +33,7 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 import init
 from lib import settings
 from model import ModelConfig
-from sources import checkpoint, data
+from sources import data, saving
 
 SECONDS, BYTES = 20, 2 * 2**30  # that a case may take
 MODULES = {name: importlib.import_module(name) for name in "probe seedprint sinks train sources.data".split()}
@@ -63,7 +63,7 @@ def make_templates(root: Path, names: set[str]) -> None:
     data.prepare(replace(sets, out=str(root / "data")))
     sys.stdout = open(os.devnull, "w")
     model = init.newborn(ModelConfig(500, 64, 2, 2, 32, 48, num_kv_heads=1), 1)
-    checkpoint.save(root / "checkpoint", model, tokenizer=data.TokenData(root / "data").tokenizer)
+    saving.save(root / "checkpoint", model, tokenizer=data.TokenData(root / "data").tokenizer)
     if "run" in names:
         train = MODULES["train"]
         train.train(train.Settings(**TRAINING, data=str(root / "data"), out=str(root / "run")))

@@ -8,17 +8,17 @@ import torch
 
 from lineage.compare import CompareSettings, Model, compare_models
 from model import ModelConfig
-from reproduce.disguise import as_source, disguised, weights_of
+from reproduce.disguise import as_source, disguised, newborn_source, weights_of
 from reproduce.robustness import noised
 from sources import checkpoint
-from strangers import formats
-from strangers.formats import HEAD, TOKEN_TABLE, Newborn
+from weights.contents import Weights
+from weights.gguf_config import HEAD, TOKEN_TABLE
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)
-BASE = noised(Newborn(CONFIG, 1), 0)  # in memory
+BASE = noised(newborn_source(CONFIG, 1), 0)  # in memory
 NOISED = noised(BASE, 0.5)
 CHILD = disguised(BASE)
-STRANGER = noised(Newborn(CONFIG, 2), 0)
+STRANGER = noised(newborn_source(CONFIG, 2), 0)
 RAW = {"model_type": "foreign", "hidden_size": 64}
 TABLES = (TOKEN_TABLE, HEAD)
 LAYER = "model.layers."
@@ -52,7 +52,7 @@ def changed(weights: dict, change) -> dict:
 @functools.cache
 def born(config: ModelConfig, who: str) -> dict:
     """Tensors of a base, of its noised child, of a "turned" one (and noised and disguised), or a stranger."""
-    source = noised(Newborn(config, 2 if who == "stranger" else 1), 0)
+    source = noised(newborn_source(config, 2 if who == "stranger" else 1), 0)
     if who == "noised":
         source = noised(source, 0.5)
     elif who == "turned":
@@ -60,12 +60,12 @@ def born(config: ModelConfig, who: str) -> dict:
     return weights_of(source)
 
 
-def folder_with(place, weights: dict, raw=RAW) -> formats.CheckpointReader:
+def folder_with(place, weights: dict, raw=RAW) -> Weights:
     place.mkdir()
     (place / "config.json").write_text(json.dumps(raw))
     weights = {name: weight.contiguous().clone() for name, weight in weights.items()}
     safetensors.torch.save_file(weights, place / "model.safetensors", metadata={"format": "pt"})
-    return formats.open_spec(checkpoint.parse_spec(str(place)), True)
+    return checkpoint.find_model(str(place)).weights
 
 
 def row_by_both(base, suspect) -> dict:

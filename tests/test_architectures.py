@@ -7,7 +7,7 @@ import transformers
 from kin import row_by_both
 
 from lineage import layout
-from strangers import formats
+from weights.contents import open_weights
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000}
 SIZES |= {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
@@ -61,12 +61,10 @@ def test_kin_and_strangers(name, tmp_path):
             if parameter.ndim > 1:  # noise of one standard deviation
                 parameter += parameter.std() * torch.randn_like(parameter)
     base.save_pretrained(tmp_path / "kin")
-    source = formats.open_checkpoint(tmp_path / "base", True)
+    source = open_weights(tmp_path / "base", True)
     mlps = [mlps for stack in layout.find_stacks(source) for mlps in stack.mlps]
     assert sum(map(len, mlps)) == ARCHITECTURES[name][2]
-    kin, stranger = (
-        row_by_both(source, formats.open_checkpoint(tmp_path / name, True)) for name in ("kin", "stranger")
-    )
+    kin, stranger = (row_by_both(source, open_weights(tmp_path / name, True)) for name in ("kin", "stranger"))
     assert kin["verdict"] == "same birth" and kin["body_z"] >= 30 and kin["units_share"] >= 0.95
     assert stranger["verdict"] == "no evidence" and abs(stranger["body_z"]) < 4
     assert stranger["units_found"] <= 8
@@ -82,7 +80,7 @@ def test_a_shuffled_mlp_with_gains_is_found(name, tmp_path):
             if parameter.ndim == 1:
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
     base.save_pretrained(tmp_path / "base")
-    source = formats.open_checkpoint(tmp_path / "base", True)
+    source = open_weights(tmp_path / "base", True)
     order = torch.randperm(128, generator=generator)
     tensors = {}
     for key, shape in source.shapes.items():
@@ -105,7 +103,7 @@ def test_a_shuffled_mlp_with_gains_is_found(name, tmp_path):
         models = [getattr(transformers, name).from_pretrained(tmp_path / kind) for kind in ("base", "child")]
         logits = [model(tokens).logits for model in models]
     torch.testing.assert_close(*logits, rtol=0, atol=1e-5)  # float32 sums in another order
-    child = row_by_both(source, formats.open_checkpoint(tmp_path / "child", True))
+    child = row_by_both(source, open_weights(tmp_path / "child", True))
     assert child["units_share"] == 1
 
 

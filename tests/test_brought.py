@@ -9,10 +9,9 @@ from kin import BASE, CHILD, CONFIG, LAYER, STRANGER, TABLES, born, changed, dra
 
 from lib.settings import UserError
 from lineage.judge import INCONCLUSIVE, NO_EVIDENCE, SAME_BIRTH
-from reproduce.disguise import weights_of
+from reproduce.disguise import newborn_source, weights_of
 from reproduce.robustness import noised
-from sources import checkpoint
-from strangers.formats import Newborn
+from sources import checkpoint, saving
 
 TIED = replace(CONFIG, tie_embeddings=True)
 PLAIN = replace(CONFIG, mlp="gelu", norm="layernorm")
@@ -279,17 +278,16 @@ CONTRADICTED = {  # what config.json says otherwise than the weights have it, an
 
 
 @pytest.mark.parametrize("case", CONTRADICTED)
-def test_a_config_that_contradicts_the_weights(case, tmp_path, capsys):
+def test_a_config_that_contradicts_the_weights(case, tmp_path):
     said, change = CONTRADICTED[case]
-    raw = checkpoint.config_json(CONFIG) | said
-    del raw[checkpoint.OURS]
+    raw = saving.config_json(CONFIG) | said
+    del raw[saving.MARK]
     for who, verdict in RIGHT.items():
         suspect = folder_with(tmp_path / who, changed(born(CONFIG, who), change), raw)
-        assert suspect.config is None and "it is read by its weights alone" in capsys.readouterr().err
         answer, sentence = judged(BASE, suspect)
         assert answer == verdict and ("3 of the 3 layers" in sentence) == (who != "stranger"), sentence
-    with pytest.raises(UserError, match="is unknown or missing"):
-        checkpoint.parse_spec(str(tmp_path / "turned")).load_own()
+    with pytest.raises(UserError, match="does not fit model.py"):
+        checkpoint.find_model(str(tmp_path / "turned")).transformer()
 
 
 # ---- two models in a file ----------------------------------------------------------------------------------
@@ -306,7 +304,7 @@ def test_beside_a_stranger():
 @pytest.mark.parametrize("who", ["turned", "stranger"])
 def test_a_student_that_cannot_be_read_beside_a_public_teacher(who):
     """Its table is stored (d, V): it may be anybody's."""
-    teacher = weights_of(noised(Newborn(replace(CONFIG, num_layers=4), 7), 0))
+    teacher = weights_of(noised(newborn_source(replace(CONFIG, num_layers=4), 7), 0))
     files = []
     for weights in (born(TIED, "base"), born(TIED, who)):
         student = changed(weights, {TABLE: "W_E"}) | {"W_E": weights[TABLE].T}
@@ -341,7 +339,7 @@ def test_a_second_model(case, is_shared):
     for who in ("turned", "stranger"):
         files = []
         for weights, seed in ((born(config, "base"), 7), (born(config, who), 7 if is_shared else 8)):
-            other = weights_of(noised(Newborn(second, seed), 0))
+            other = weights_of(noised(newborn_source(second, seed), 0))
             if case == "draft":
                 other |= {TABLE: weights[TABLE], HEAD: other[HEAD][:200]}
             files.append(weights | {f"{case}.{name}": weight for name, weight in other.items()})

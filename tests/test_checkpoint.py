@@ -14,9 +14,8 @@ import init
 from lib.files import read_json
 from lib.settings import UserError
 from model import ModelConfig
-from sources import checkpoint
-from sources.checkpoint import parse_spec, specs_of
-from strangers import formats
+from sources import checkpoint, llama, saving
+from sources.checkpoint import find_model, find_models
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
 OURS = [KINDS["gpt2"], replace(KINDS["qwen2"], attn_calibration="headnorm")]  # nothing to transformers
@@ -24,22 +23,22 @@ OURS = [KINDS["gpt2"], replace(KINDS["qwen2"], attn_calibration="headnorm")]  # 
 
 def saved(folder: Path, config: ModelConfig) -> tuple[str, torch.nn.Module]:
     model = random_model(config)
-    checkpoint.save(folder, model)
+    saving.save(folder, model)
     return str(folder), model
 
 
 def edit_config(folder: str, **changes) -> None:
     """Make config.json a stranger's, without the mark of ours, and change it; None removes a key."""
     path = Path(folder) / "config.json"
-    config = read_json(path) | {checkpoint.OURS: None} | changes
+    config = read_json(path) | {saving.MARK: None} | changes
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
 
 
 def load_own(folder) -> torch.nn.Module:
     """A stranger's weights in our model, as `train.py --init-from` takes them."""
-    spec = parse_spec(str(folder))
-    assert not spec.is_ours
-    return spec.load_own()
+    spec = find_model(str(folder))
+    assert not spec.was_saved_here
+    return spec.transformer()
 
 
 @pytest.mark.parametrize("config", OURS)
@@ -95,8 +94,7 @@ def test_a_tied_matrix_under_either_name_or_both(tmp_path):
     assert torch.equal(load_own(folder)(TOKENS), model(TOKENS))
     for model_type in ("mistral", "other"):  # transformers opens it
         edit_config(folder, model_type=model_type)
-        source = formats.open_spec(parse_spec(folder), True)
-        assert source.config is None and formats.HEAD in source.shapes
+        assert "lm_head.weight" in find_model(folder).weights.shapes
 
 
 DAMAGES = {
@@ -112,13 +110,13 @@ DAMAGES = {
 @pytest.mark.parametrize("word", DAMAGES)
 def test_damaged_configurations(tmp_path, word, is_ours):
     folder, _ = saved(tmp_path / "a", KINDS["llama"])
-    edit_config(folder, **DAMAGES[word], **{checkpoint.OURS: is_ours or None})
-    spec = parse_spec(folder)
-    assert spec.is_ours == is_ours
+    edit_config(folder, **DAMAGES[word], **{saving.MARK: is_ours or None})
+    spec = find_model(folder)
+    assert spec.was_saved_here == is_ours
     with pytest.raises(UserError, match=word):
-        spec.load() if is_ours else spec.load_own()
+        spec.model() if is_ours else spec.transformer()
     if word.startswith("context") and not is_ours:  # what compares weights needs none
-        assert formats.open_spec(spec, True).config is None
+        assert find_model(folder).weights.shapes
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -163,7 +161,7 @@ def test_what_is_not_computed_is_refused_and_compared(changes, tmp_path):
     edit_config(folder, **changes)
     with pytest.raises(UserError):
         load_own(folder)
-    assert formats.open_spec(parse_spec(folder), True).config is None
+    assert find_model(folder).weights.shapes
 
 
 NEUTRAL = {  # keys of a configuration that change no logit: another value of theirs
@@ -188,8 +186,8 @@ NEUTRAL = {  # keys of a configuration that change no logit: another value of th
 def test_every_key_of_a_configuration_is_computed_neutral_or_refused(tmp_path):
     """A key that a new version of `transformers` brings fails here: what does it do to logits?"""
     known = {"model_type", "rope_parameters", "sliding_window", "use_sliding_window", "max_window_layers"}
-    known |= {"layer_types"} | set(formats.KEYS.values()) | formats.PLAIN.keys() | NEUTRAL.keys()
-    for family in formats.FAMILIES:
+    known |= {"layer_types"} | set(saving.KEYS.values()) | llama.SUPPORTED.keys() | NEUTRAL.keys()
+    for family in llama.FAMILIES:
         assert set(transformers.AutoConfig.for_model(family).to_dict()) <= known, family
     folder, model = saved(tmp_path / "a", KINDS["qwen2"])
     edit_config(folder, **NEUTRAL)
@@ -199,10 +197,10 @@ def test_every_key_of_a_configuration_is_computed_neutral_or_refused(tmp_path):
 
 
 def test_names_of_newborns():
-    spec = parse_spec("tiny_llama@3:5", "centered")
-    assert parse_spec("nano_llama@42").embedding_seed == 42
-    assert parse_spec("nano_llama@42:0").embedding_seed == 0
-    loaded, source = spec.load(), formats.open_spec(spec)
+    spec = find_model("tiny_llama@3:5", "centered")
+    assert find_model("nano_llama@42").embedding_seed == 42
+    assert find_model("nano_llama@42:0").embedding_seed == 0
+    loaded, source = spec.model(), spec.weights
     for name, parameter in init.newborn("tiny_llama", 3, 5, "centered").named_parameters():
         assert torch.equal(parameter, loaded.get_parameter(name)), name
         assert torch.equal(parameter, source.read(name))
@@ -211,16 +209,16 @@ def test_names_of_newborns():
 def test_a_run_means_its_newest_step(tmp_path):
     for step in (0, 3, 20):
         saved(tmp_path / "run" / f"step_{step:07}", KINDS["gpt2"])
-    assert parse_spec(str(tmp_path / "run")).folder == tmp_path / "run" / "step_0000020"
+    assert find_model(str(tmp_path / "run")).place == tmp_path / "run" / "step_0000020"
 
 
 def test_models_that_flags_choose(tmp_path):
     """In a label is what differs from its default."""
     folder, _ = saved(tmp_path / "a", KINDS["llama"])
     names = ("tiny_gpt2", "tiny_llama@9", folder)
-    specs = specs_of(names, (1, 2), None)
+    specs = find_models(names, (1, 2), None)
     assert [spec.label for spec in specs] == ["tiny_gpt2@1", "tiny_gpt2@2", "tiny_llama@9", folder]
-    specs = specs_of(names, (1,), 0)
+    specs = find_models(names, (1,), 0)
     assert [spec.label for spec in specs] == ["tiny_gpt2@1:0", "tiny_llama@9", folder]
     assert [spec.embedding_seed for spec in specs] == [0, 9, None]
     assert checkpoint.shortest_context(specs) == 256  # the presets'; the folder's is 700
@@ -232,6 +230,6 @@ def test_models_that_flags_choose(tmp_path):
 def test_nan_is_named(tmp_path):
     model = init.newborn("tiny_llama", 1)
     model.lm_head.weight.data[7, 3] = torch.nan
-    checkpoint.save(tmp_path / "a", model)
+    saving.save(tmp_path / "a", model)
     with pytest.raises(UserError, match="lm_head.weight is not finite"):
         checkpoint.load(tmp_path / "a")

@@ -22,8 +22,9 @@ from tokenizers import Tokenizer, models
 import init
 import train
 from lib.settings import UserError
-from sources import checkpoint, data, inputs
-from sources.tokenizers import load_tokenizer, train_bpe
+from sources import data, inputs, saving
+from sources.checkpoint import load_tokenizer
+from sources.tokenizers import train_bpe
 
 
 def write_lines(path, texts):
@@ -281,7 +282,10 @@ def test_a_source_that_changed(tmp_path, monkeypatch):
 
 def test_one_text_is_read_in_one_way(tmp_path):
     write_lines(tmp_path / "a.jsonl", ["one", "two <|endoftext|>", "three"])
-    tokens = [inputs.encode(str(tmp_path / name), "bytes").tolist() for name in ("a.jsonl", "*.jsonl", "")]
+    tokens = [
+        inputs.encode(str(tmp_path / name), load_tokenizer("bytes")).tolist()
+        for name in ("a.jsonl", "*.jsonl", "")
+    ]
     assert tokens[0] == tokens[1] == tokens[2] == list(b"one\n\ntwo <|endoftext|>\n\nthree")
 
 
@@ -323,7 +327,7 @@ def test_a_folder_means_its_models_own(tmp_path):
     """Of ours SentencePiece's file, of a stranger what transformers takes; a run means its newest step."""
     ours, theirs = load_tokenizer("bpe:500", TEXTS), load_tokenizer("bpe:400", TEXTS)
     folder = tmp_path / "run" / "step_0000003"
-    checkpoint.save(folder, init.newborn("backcopy", 1), ours)
+    saving.save(folder, init.newborn("backcopy", 1), ours)
     for place in (folder, tmp_path / "run"):
         assert load_tokenizer(str(place)).content == ours.content
     theirs.save(tmp_path)
@@ -331,7 +335,7 @@ def test_a_folder_means_its_models_own(tmp_path):
     assert load_tokenizer(str(folder)).vocab_size == 500
     (folder / "config.json").write_text('{"model_type": "mistral"}')
     assert load_tokenizer(str(folder)).vocab_size == 400
-    checkpoint.save(tmp_path / "bytes", init.newborn("backcopy", 1), load_tokenizer("bytes"))
+    saving.save(tmp_path / "bytes", init.newborn("backcopy", 1), load_tokenizer("bytes"))
     assert load_tokenizer(str(tmp_path / "bytes")).encode(["é"]) == [[0xC3, 0xA9]]
     (tmp_path / "none").mkdir()
     for name in ("none", "tokenizer.jason"):

@@ -9,7 +9,7 @@ from conftest import run_here
 from lib.files import read_json
 from model import PRESETS, ModelConfig
 from reproduce import errors
-from strangers.formats import Newborn
+from reproduce.disguise import newborn_source
 
 SMALL = ModelConfig(300, 64, 2, 2, 32, 48)
 SHOWS = {"own embedding": False, "shared embedding": True, "gaussian": True}  # do strangers look related?
@@ -41,7 +41,7 @@ def test_rows(tmp_path):
 
 
 def test_a_birth_among_strangers_is_found():
-    born = [Newborn(SMALL, seed) for seed in (1, 2, 1)]  # the second pair is one birth
+    born = [newborn_source(SMALL, seed) for seed in (1, 2, 1)]  # the second pair is one birth
     units, *exact = errors.p_of_weights(born).values()
     assert units == [1, 0, 1]
     for p in exact:

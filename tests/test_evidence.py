@@ -13,12 +13,11 @@ from kin import judged
 from lineage import evidence
 from lineage.judge import ALIKE_R, NO_EVIDENCE, SAME_BIRTH
 from lineage.layout import Stack, find_stacks
-from reproduce.disguise import as_source, disguised, weights_of
+from reproduce.disguise import as_source, disguised, newborn_source, weights_of
 from reproduce.robustness import cut, noised
-from strangers.formats import Newborn
 
 CONFIG = replace(KINDS["llama_gqa"], d_model=64, d_ff=96)
-BASE = Newborn(CONFIG, 1)
+BASE = newborn_source(CONFIG, 1)
 
 
 def find(source) -> Stack:
@@ -35,7 +34,7 @@ def test_layers_that_begin_alike():
         (cut(BASE, [2, 0]), {1: 3, 2: 1}),
     ):
         assert evidence.equal_layers(find(BASE), find(suspect)) == (expected, True)
-    assert evidence.equal_layers(find(BASE), find(Newborn(CONFIG, 2))) == ({}, False)
+    assert evidence.equal_layers(find(BASE), find(newborn_source(CONFIG, 2))) == ({}, False)
 
 
 def test_agreement_is_that_of_all_permutations():
@@ -57,7 +56,7 @@ def test_agreement_is_that_of_all_permutations():
 
 
 def test_a_look_tells_children_from_strangers():
-    weights, other = weights_of(BASE), weights_of(Newborn(CONFIG, 2))
+    weights, other = weights_of(BASE), weights_of(newborn_source(CONFIG, 2))
     table = {name: weight for name, weight in weights.items() if "layers" not in name}
     attention = {name: weight for name, weight in weights.items() if "attn" in name}
     cases = {
@@ -83,7 +82,7 @@ SQUARE = replace(CONFIG, num_kv_heads=4, vocab_size=300)
 
 
 def born(seed: int, change) -> dict:
-    weights = weights_of(noised(Newborn(SQUARE, seed), 0))
+    weights = weights_of(noised(newborn_source(SQUARE, seed), 0))
     return {name: change(name, weight) for name, weight in weights.items()}
 
 

@@ -27,9 +27,8 @@ import train
 from lib import results
 from lib.files import read_json
 from lib.settings import UserError
-from sources import checkpoint, data, sampling
-from sources.tokenizers import load_tokenizer
-from strangers.formats import open_spec
+from sources import checkpoint, data, sampling, saving
+from sources.checkpoint import load_tokenizer
 
 pytestmark = pytest.mark.usefixtures("quick_training")
 SMALL = kill_training.SMALL | {"max_iters": 4, "save_every": 2, "eval_every": 2}
@@ -54,7 +53,7 @@ class DyT(nn.Module):
         self.layer_scale = nn.Parameter(torch.full((width,), 1e-4))
         self.frozen = nn.Parameter(torch.full((width, 2), 3.0), requires_grad=False)
         self.unused = nn.Parameter(torch.zeros(width))
-        self.drawn_here = nn.Parameter(torch.full((width,), torch.nan))
+        self.drawn_here = nn.Parameter(torch.empty(width, device="meta"))
 
     def forward(self, x):
         return torch.tanh(self.alpha * x) * self.weight + self.layer_scale * x + 0 * self.drawn_here
@@ -71,7 +70,7 @@ def test_constants_stay_as_their_constructors_write_them(dyt):
     assert (norm.alpha.item(), norm.alpha.ndim, norm.frozen.requires_grad) == (0.5, 0, False)
     assert (norm.weight == 1).all() and (norm.layer_scale == 1e-4).all() and (norm.frozen == 3).all()
     assert 0.01 < norm.drawn_here.std() < 0.03 and norm.drawn_here.isfinite().all()
-    lazy = open_spec(checkpoint.parse_spec("backcopy@5"))
+    lazy = checkpoint.find_model("backcopy@5").weights
     for name, parameter in born.named_parameters():
         assert torch.equal(lazy.read(name), parameter), name
 
@@ -91,7 +90,7 @@ def test_matrices_and_biases_are_drawn_by_kind():
     assert gate.weight.std().item() == pytest.approx(0.02, rel=0.05) and (gate.bias == 0).all()
 
 
-def test_a_constructor_that_draws_is_refused_by_name(monkeypatch):
+def test_a_constructor_that_draws_is_refused(monkeypatch):
     class Drawn(DyT):
         def __init__(self, width, eps):
             super().__init__(width, eps)
@@ -99,7 +98,7 @@ def test_a_constructor_that_draws_is_refused_by_name(monkeypatch):
 
     monkeypatch.setitem(model.NORMS, "rmsnorm", Drawn)
     state = torch.get_rng_state()
-    with pytest.raises(UserError, match=r"model.layers.0.input_layernorm.alpha: .* draws it"):
+    with pytest.raises(UserError, match="a constructor in model.py draws numbers"):
         init.newborn("backcopy", 5)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -259,7 +258,7 @@ def test_tuning_keeps_a_chat_models_tokenizer_whole(tmp_path):
     (tmp_path / "text.txt").write_text("".join(TEXTS))
     file = str(theirs / "tokenizer.json")
     data.prepare(data.Settings(source=(str(tmp_path / "text.txt"),), tokenizer=file, out=str(prepared)))
-    checkpoint.save(step, init.newborn(KINDS["qwen2"], 1), data.TokenData(prepared).tokenizer)
+    saving.save(step, init.newborn(KINDS["qwen2"], 1), data.TokenData(prepared).tokenizer)
     for name in ("chat_template.jinja", "special_tokens_map.json", "tokenizer.json"):
         assert (step / name).read_bytes() == (theirs / name).read_bytes()
     saved = json.loads((step / "tokenizer_config.json").read_text())

@@ -1,4 +1,4 @@
-"""strangers/formats.py: every way to store weights, and what is no checkpoint, with what to do."""
+"""weights/: every way to store weights, and what is no checkpoint, with what to do."""
 
 import json
 import os
@@ -9,31 +9,30 @@ import pytest
 import safetensors.torch
 import torch
 from conftest import KINDS, random_model
-from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import HuggingFaceStorageWriter
-from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
 
 from lib.files import read_json
 from lib.settings import UserError
-from sources import checkpoint
-from strangers import formats
+from lineage.stated import stated_counts
+from sources import llama, saving
+from sources.checkpoint import find_model
+from weights.contents import open_weights
 
 
 @pytest.fixture
 def folder(tmp_path):
-    checkpoint.save(tmp_path / "a", random_model(KINDS["llama"]))
+    saving.save(tmp_path / "a", random_model(KINDS["llama"]))
     return tmp_path / "a"
 
 
 def test_a_single_file_in_place_of_its_folder(folder):
     file = folder / "model.safetensors"
-    assert formats.open_checkpoint(file).config.d_model == 32
+    assert llama.transformer_config(file).d_model == 32
     (folder / "config.json").unlink()
     for place in (file, folder):
-        source = formats.open_checkpoint(place, True)
-        assert source.config is None and source.shapes["model.norm.weight"] == (32,)
+        source = open_weights(place, True)
+        assert source.shapes["model.norm.weight"] == (32,)
         with pytest.raises(UserError, match="config.json is missing"):
-            formats.open_checkpoint(place)
+            llama.transformer_config(place)
 
 
 # ---- hostile files, and what is there instead of weights ---------------------------------------------------
@@ -75,7 +74,7 @@ HOSTILE = {  # a name: who writes the file
 def test_hostile_files_are_refused_and_nothing_runs(name, tmp_path):
     HOSTILE[name](tmp_path / name)
     with pytest.raises(UserError, match="git lfs pull" if "lfs" in name else name):
-        formats.open_checkpoint(tmp_path / name, True)
+        open_weights(tmp_path / name, True)
     assert not (tmp_path / "proof").exists()
 
 
@@ -83,10 +82,10 @@ def test_no_index_leads_elsewhere(folder):
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     index = {"weight_map": {"model.norm.weight": "/etc/passwd"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert formats.open_checkpoint(folder).config.d_model == 32
+    assert llama.transformer_config(folder).d_model == 32
     (folder / "model-00001-of-00002.safetensors").touch()
     with pytest.raises(UserError, match="one of 1 shards of a model, of which 2 are here"):
-        formats.open_checkpoint(folder)
+        find_model(str(folder)).transformer()
 
 
 # ---- what is said of it ------------------------------------------------------------------------------------
@@ -106,9 +105,9 @@ def test_packed_weights_are_known_whatever_their_name(name, kind, count, folder)
     tensors["position_ids"] = torch.ones(1, 9).long()
     safetensors.torch.save_file(tensors | {name: torch.ones(32, 32).to(kind)}, folder / "model.safetensors")
     with pytest.raises(UserError, match=f"{name} has packed numbers: .*dequantize"):
-        formats.open_checkpoint(folder)
+        open_weights(folder)
     (folder / "config.json").write_text('{"model_type": "gpt_oss"}')
-    source = formats.open_checkpoint(folder, True)  # positions are no weights
+    source = open_weights(folder, True)  # positions are no weights
     assert source.packed == {name: 32 * 32 * count} and name not in source.shapes
 
 
@@ -117,8 +116,8 @@ def test_integers_that_are_no_weights(folder):
     others = {"model.layers.0.mlp._extra_state": torch.zeros(0, dtype=torch.uint8)}
     others |= {"hash.lookup": torch.ones(97, 2).long(), "model.attn.bias": torch.ones(9, 9).byte()}
     safetensors.torch.save_file(tensors | others, folder / "model.safetensors")
-    assert formats.open_checkpoint(folder, True).shapes.keys() == tensors.keys()
-    assert formats.open_checkpoint(folder).config is not None
+    assert open_weights(folder, True).shapes.keys() == tensors.keys()
+    assert llama.transformer_config(folder) is not None
 
 
 def spread(scale, sizes, shape):
@@ -155,17 +154,14 @@ def test_fp8_is_read_with_its_scales(kind, scale_name, folder):
     forms += [scale.view(()), scale.view(1)] if kind == "a number" else []
     for form in forms:
         safetensors.torch.save_file(stored | {f"{MLP_MATRIX}_{scale_name}": form}, path)
-        sources = [formats.open_checkpoint(folder, True)]
-        if packed.ndim == 2:
-            sources.append(formats.open_checkpoint(folder))
-        for source in sources:
+        for source in [open_weights(folder, True)]:
             assert source.shapes.keys() == tensors.keys() and source.is_scaled
             for name in tensors:
                 assert torch.equal(source.read(name), tensors[name]), name
     for wrong in (torch.full_like(codes, 255), torch.ones(3, 7, 2), torch.ones(3, 0, 2)):  # 255 is NaN
         safetensors.torch.save_file(stored | {f"{MLP_MATRIX}_{scale_name}": wrong}, path)
         with pytest.raises(UserError, match=MLP_MATRIX):
-            formats.open_checkpoint(folder, True).read(MLP_MATRIX)
+            open_weights(folder, True).read(MLP_MATRIX)
 
 
 @pytest.mark.parametrize("name", ["", "scale", "scale_weight"])
@@ -173,7 +169,7 @@ def test_fp8_without_scales_that_are_known(name, folder):
     path = folder / "model.safetensors"
     stored = {"x.weight": torch.randn(9, 8).to(torch.float8_e4m3fn)}
     safetensors.torch.save_file(stored | {f"x.{name}": torch.ones(1)} if name else stored, path)
-    source = formats.open_checkpoint(folder, True)
+    source = open_weights(folder, True)
     assert not source.is_scaled and torch.equal(source.read("x.weight"), stored["x.weight"].float())
 
 
@@ -190,7 +186,7 @@ def test_a_part_is_that_of_the_whole(save, tmp_path):
     tensors |= {"half": torch.randn(9, 12).half(), "double": torch.randn(9, 12, 5).double()}
     tensors |= {"vector": torch.randn(9).bfloat16(), "number": torch.randn(())}
     save(tensors, tmp_path / "x")
-    source = formats.open_checkpoint(tmp_path / "x", True)
+    source = open_weights(tmp_path / "x", True)
     for name, shape in source.shapes.items():
         whole = source.read(name)
         assert tensors[name].itemsize == 1 or torch.equal(whole, tensors[name]) and whole.shape == shape
@@ -220,49 +216,7 @@ def test_headers_that_safetensors_refuses(name, tmp_path):
     with pytest.raises(safetensors.SafetensorError):
         safetensors.torch.load_file(path)
     with pytest.raises(UserError, match="x.safetensors"):
-        formats.open_checkpoint(path, True)
-
-
-A, B, V, W = torch.randn(4, 4), torch.randn(4, 4), torch.randn(4), torch.randn(4)
-SIBLINGS = [  # files beside each other, and whether the first is then a part
-    ({"rank_0": {"a": A, "v": V}, "rank_1": {"a": B, "v": V}}, True),
-    ({"stage1": {"h.0": A, "h.0.norm": V}, "stage2": {"h.1": B, "h.1.norm": W}}, True),  # nothing in common
-    ({"ep2_rank1": {"a": A, "v": V}, "ep1_rank1": {"a": B, "v": W}, "ep2_rank0": {"a": B, "v": V}}, True),
-    ({"rank_0": {"a": A}, "rank_1": Path("of no checkpoint")}, True),
-    ({"epoch_1": {"a": A, "v": V}, "epoch_2": {"a": B, "v": W}}, False),
-    ({"llama-2-7b": {"a": A, "v": V}, "llama-2-13b": {"a": B, "v": torch.ones(9)}}, False),
-    ({"rank_0": {"a": A, "v": V}, "rank_0.bfloat16": {"a": A, "v": V}}, False),
-    ({"v1.0": {"a": A, "v": V}, "v2.1": {"a": B, "v": V}}, False),  # two numbers
-    ({"half_16": {"v": V.half()}, "half_32": {"v": V}}, False),
-    ({"m-1-of-2": {"a": A}, "m-2-of-2": {"b": A}}, False),  # which are joined
-    ({"ckpt": {"a": A}, "other": {"a": B}}, False),
-]
-
-
-@pytest.mark.parametrize("files, is_part", SIBLINGS)
-def test_a_file_beside_the_other_parts_of_a_model(files, is_part, tmp_path):
-    for name, tensors in files.items():
-        torch.save(tensors, tmp_path / f"{name}.pt")
-    source = formats.open_checkpoint(tmp_path / f"{next(iter(files))}.pt", True)
-    assert bool(source.told["parts"]) == is_part
-    assert not is_part or source.told["parts"].endswith(" holds other parts of it")
-
-
-def test_what_torch_writes_of_processes_and_joins(tmp_path):
-    """One of each process is a part, what is joined of them is none, nor what one process wrote for all."""
-    state = {"a.weight": torch.randn(4, 4)}
-    for name, is_distributed in (("each", True), ("all", False)):
-        writer = HuggingFaceStorageWriter(tmp_path / name, save_distributed=is_distributed)
-        dcp.save(state, storage_writer=writer, no_dist=True)
-    (tmp_path / "joined").mkdir()
-    consolidate_safetensors_files(str(tmp_path / "each"), str(tmp_path / "joined"), {"a.weight": 1})
-    told = {}
-    for name in ("each", "all", "joined"):
-        (path,) = (tmp_path / name).glob("*.safetensors")
-        source = formats.open_checkpoint(path, True)
-        assert torch.equal(source.read("a.weight"), state["a.weight"])
-        told[name] = source.told["parts"]
-    assert told.pop("each").startswith("DCP_SHARDING_INFO in shard-") and set(told.values()) == {""}
+        open_weights(path, True)
 
 
 CONFIGS = [  # what config.json says, and how many layers and tokens are told; five tokens stand beside it
@@ -277,42 +231,41 @@ def test_what_is_told_beside_the_weights(folder):
     (folder / "vocab.json").write_text(json.dumps({letter: i for i, letter in enumerate("abcde")}))
     for config, layers, tokens in CONFIGS:
         (folder / "config.json").write_text(json.dumps(config))
-        told = {"layers": layers, "tokens": tokens, "parts": ""}
-        assert formats.open_checkpoint(folder, True).told == told
-        assert formats.open_checkpoint(folder / "model.safetensors", True).told == told
+        for place in (folder, folder / "model.safetensors"):
+            assert stated_counts(place) == {"layers": layers, "tokens": tokens}
 
 
 def test_what_an_optimizer_keeps_is_no_weight(tmp_path):
     moments = {"exp_avg": torch.ones(9, 4), "exp_avg_sq": torch.ones(9, 4), "step": torch.ones(())}
     states = {"0": moments, "model.layers.0.mlp.weight": moments, "model.layers.1.mlp.weight": moments}
     torch.save({"state": states, "param_groups": []}, tmp_path / "x")
-    assert formats.open_checkpoint(tmp_path / "x", True).shapes == {}
+    assert open_weights(tmp_path / "x", True).shapes == {}
     tensors = {f"{name}.{key}": tensor for name, kept in states.items() for key, tensor in kept.items()}
     safetensors.torch.save_file({k: t.clone() for k, t in tensors.items()}, tmp_path / "y")
-    assert formats.open_checkpoint(tmp_path / "y", True).shapes == {}
+    assert open_weights(tmp_path / "y", True).shapes == {}
 
 
 def test_a_file_is_told_by_its_first_bytes(folder, tmp_path):
     (folder / "model.safetensors").rename(tmp_path / "weights.bin")
-    assert formats.open_checkpoint(tmp_path / "weights.bin", True).shapes["model.norm.weight"] == (32,)
+    assert open_weights(tmp_path / "weights.bin", True).shapes["model.norm.weight"] == (32,)
     for size in (0x80, 0x280, 0x4B50):  # of a header, which then begins as a pickle does, or a zip file
         header = json.dumps({"wte.weight": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}})
         (tmp_path / "y").write_bytes(size.to_bytes(8, "little") + header.ljust(size).encode() + bytes(16))
-        assert formats.open_checkpoint(tmp_path / "y", True).shapes == {"wte.weight": (2, 2)}
+        assert open_weights(tmp_path / "y", True).shapes == {"wte.weight": (2, 2)}
 
 
 def test_dictionaries_of_dictionaries(tmp_path):
     """As nanoGPT, Lightning and DeepSpeed have them, beside other models; and Megatron, a level deeper."""
     weights = {"wte.weight": torch.ones(3, 2)}
     torch.save({"ema": {"wte.weight": torch.zeros(3, 2)}, "step": 3, "state_dict": weights}, tmp_path / "x")
-    source = formats.open_checkpoint(tmp_path / "x", True)
+    source = open_weights(tmp_path / "x", True)
     for _ in range(2):  # changes stay the reader's
         assert torch.equal(source.read("wte.weight"), torch.ones(3, 2))
         source.read("wte.weight").zero_()
     deep = {"encoder": {"layers": {layer: {"mlp": {"weight": torch.ones(4, 4)}} for layer in range(2)}}}
     torch.save(deep | {"embedding.word_embeddings.weight": torch.ones(9, 4)}, tmp_path / "x")
     expected = {"embedding.word_embeddings.weight", *(f"encoder.layers.{n}.mlp.weight" for n in range(2))}
-    assert formats.open_checkpoint(tmp_path / "x", True).shapes.keys() == expected
+    assert open_weights(tmp_path / "x", True).shapes.keys() == expected
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin", ".pth"])
@@ -323,10 +276,10 @@ def test_a_shard_is_read_with_its_siblings_or_not_at_all(suffix, tmp_path):
     for number, path in enumerate(paths):
         save({f"h.{number}.weight": torch.ones(3, 2)}, path)
     for path in paths:
-        assert formats.open_checkpoint(path, True).shapes.keys() == {"h.0.weight", "h.1.weight"}
+        assert open_weights(path, True).shapes.keys() == {"h.0.weight", "h.1.weight"}
     save({"h.0.weight": torch.ones(3, 2)}, paths[1])
     with pytest.raises(UserError, match="has a part of each matrix"):
-        formats.open_checkpoint(paths[0], True)
+        open_weights(paths[0], True)
     paths[0].unlink()
     with pytest.raises(UserError, match="one of 2 shards of a model, of which 1"):
-        formats.open_checkpoint(paths[1], True)
+        open_weights(paths[1], True)

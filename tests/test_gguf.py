@@ -15,10 +15,14 @@ from test_gguf_tokenizers import add_tokenizer, fields_of, trained_bpe
 from tokenizers import decoders, pre_tokenizers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+from hf import gguf_tokenizers
 from lib.settings import UserError
 from model import ModelConfig
-from sources import checkpoint, data, inputs
-from strangers import formats, loading, ranges
+from sources import checkpoint, data, inputs, saving
+from weights import gguf_config, ranges
+from weights.contents import open_weights
+from weights.files import open_gguf
+from weights.vocabulary import token_ids
 
 gguf = pytest.importorskip("gguf")
 KEYS = {  # Hugging Face's name of a value: a .gguf file's, behind the architecture's
@@ -56,7 +60,7 @@ def write(path, family, model, coder=None, more=(), said=None):
     writer = gguf.GGUFWriter(path, family)
     config = model.config
     if isinstance(config, ModelConfig):
-        raw = checkpoint.config_json(config) | {"head_dim": config.head_size}
+        raw = saving.config_json(config) | {"head_dim": config.head_size}
         raw["rope_theta"] = config.rope_theta
     else:
         raw = config.to_dict()
@@ -98,7 +102,7 @@ def tiny(tmp_path_factory, coder):
 
 @pytest.fixture(autouse=True)
 def converted(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "CONVERTED", tmp_path / "converted")
+    monkeypatch.setattr(gguf_tokenizers, "CONVERTED", tmp_path / "converted")
 
 
 def logits_of(lens, tokens):
@@ -113,7 +117,7 @@ def test_a_file_holds_the_model(kind, tmp_path):
     model = random_model(KINDS[kind])
     path = write(tmp_path / "a.gguf", kind.removesuffix("_gqa"), model)
     weights = dict(model.named_parameters())
-    source = formats.open_spec(checkpoint.parse_spec(str(path)), True)
+    source = checkpoint.find_model(str(path)).weights
     assert source.shapes.keys() == weights.keys()
     for name, weight in weights.items():
         assert torch.equal(source.read(name), weight), name
@@ -122,9 +126,9 @@ def test_a_file_holds_the_model(kind, tmp_path):
     torch.testing.assert_close(logits_of(checkpoint.load(path), tokens), model(tokens), rtol=1e-4, atol=5e-5)
 
 
-@pytest.mark.parametrize("family", [*formats.GGUF_MODELS])
+@pytest.mark.parametrize("family", [*gguf_config.MODELS])
 def test_models_of_transformers_run_as_they_are(family, tmp_path):
-    model = build(formats.GGUF_MODELS[family])
+    model = build(gguf_config.MODELS[family])
     for block in model.model.layers:
         block.self_attn.scaling = block.self_attn.head_dim**-0.5  # the tiny Gemma's is another
     is_sliding = family == "gemma3"
@@ -137,7 +141,7 @@ def test_models_of_transformers_run_as_they_are(family, tmp_path):
 
 
 def test_a_part_is_that_of_the_whole_and_no_more_is_read(tiny, monkeypatch):
-    source = formats.open_spec(checkpoint.parse_spec(str(tiny[1])), True)
+    source = checkpoint.find_model(str(tiny[1])).weights
     read = ranges.read
     sizes = []
     monkeypatch.setattr(ranges, "read", lambda *a: sizes.append(read(*a)) or sizes[-1])
@@ -154,10 +158,10 @@ def test_a_part_is_that_of_the_whole_and_no_more_is_read(tiny, monkeypatch):
 
 def test_transformers_reads_the_same(tiny):
     model, path = tiny
-    config = transformers.LlamaConfig(**checkpoint.config_json(model.config))
+    config = transformers.LlamaConfig(**saving.config_json(model.config))
     reference = transformers.LlamaForCausalLM(config)
     theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=reference)["tensors"]
-    source = formats.open_spec(checkpoint.parse_spec(str(path)), True)
+    source = checkpoint.find_model(str(path)).weights
     assert theirs.keys() == source.shapes.keys()
     for name, weight in theirs.items():
         assert torch.equal(source.read(name), torch.as_tensor(weight)), name
@@ -167,10 +171,10 @@ def test_other_architectures_are_compared_only(tmp_path):
     model = random_model(ModelConfig(97, 64, 1, 2, 32, 64, tie_embeddings=True))
     more = ["blk.0.ffn_norm.weight", "blk.0.post_ffw_norm.weight"]
     path = write(tmp_path / "b.gguf", "gemma2", model, more=more)
-    source = formats.open_checkpoint(path, True)
+    source = open_weights(path, True)
     names = {name for name, _ in model.named_parameters()}
     names |= {f"model.layers.0.{place}_feedforward_layernorm.weight" for place in ("pre", "post")}
-    assert source.shapes.keys() == names and source.told == {"layers": 1, "tokens": None, "parts": ""}
+    assert source.shapes.keys() == names
     with pytest.raises(UserError, match="are run, not gemma2"):
         checkpoint.load(path)
 
@@ -191,7 +195,7 @@ def test_what_a_file_says_is_followed_or_refused(tmp_path):
             checkpoint.load(path)
     plain = {"rope.dimension_count": 8, "rope.scaling.factor": 1.0, "rope.scaling.type": "none"}
     path = write(tmp_path / "plain.gguf", "llama", model, said=plain)
-    assert checkpoint.parse_spec(str(path)).config.context_length == 700
+    assert checkpoint.find_model(str(path)).config.context_length == 700
 
 
 def test_a_file_of_any_name(tiny, tmp_path):
@@ -202,13 +206,13 @@ def test_a_file_of_any_name(tiny, tmp_path):
     (tmp_path / "M").mkdir()
     (tmp_path / "M" / "M.GGUF").symlink_to(blob)
     for name in (blob, tmp_path / "M"):
-        spec = checkpoint.parse_spec(str(name))
+        spec = checkpoint.find_model(str(name))
         assert spec.config.d_model == 32
-        assert spec.tokenizer_file.exists() and len(formats.token_ids(spec.folder)) == 400
-        assert torch.equal(spec.load_own().model.embed_tokens.weight, model.model.embed_tokens.weight)
+        assert spec.tokenizer_file.exists() and len(token_ids(spec.place)) == 400
+        assert torch.equal(spec.transformer().model.embed_tokens.weight, model.model.embed_tokens.weight)
     again = tmp_path / "copy"
     again.write_bytes(path.read_bytes())
-    assert loading.tokenizer_folder(again) == spec.tokenizer_file.parent  # by its content
+    assert gguf_tokenizers.tokenizer_folder(again) == spec.tokenizer_file.parent  # by its content
 
 
 def test_every_kind_of_numbers_is_unpacked_or_refused(tmp_path):
@@ -217,7 +221,7 @@ def test_every_kind_of_numbers_is_unpacked_or_refused(tmp_path):
         path = tmp_path / f"{kind.name}.gguf"
         path.write_bytes(header(tensors=[tensor(256, kind=kind)]) + bytes(256 * size))
         try:
-            values = formats.open_gguf(path).tensors["x.x"]
+            values = open_gguf(path).tensors["x.x"]
         except UserError as error:
             assert f"Dequantization for {kind.name} is not yet implemented" in str(error)
         else:
@@ -244,7 +248,7 @@ def test_a_tokenizer_json(coder, tmp_path):
 def test_eos_in_the_place_of_bos(coder, tmp_path):
     coder.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<|end|>"}')
-    spec = SimpleNamespace(label="tiny", tokenizer_file=tmp_path / "tokenizer.json")
+    spec = SimpleNamespace(label="tiny", tokenizer=data.load_tokenizer(str(tmp_path / "tokenizer.json")))
     settings = inputs.TextSettings(bos="always", device="cpu", out=str(tmp_path))
     assert inputs.text_of(settings, spec) == "docstrings"
     assert inputs.bos_of(settings, spec) == 0
@@ -258,10 +262,10 @@ def test_a_child_keeps_the_tokenizer(tiny, coder, tmp_path, monkeypatch):
     words += ["--sequence-length", 16, "--global-batch-size", 2, "--micro-batch-size", 2]
     done = run_here("train", *words, "--max-iters", 1, "--warmup-iters", 0, "--dtype", "float32")
     assert done.returncode == 0, done.stderr
-    child = checkpoint.parse_spec("run")
+    child = checkpoint.find_model("run")
     assert child.tokenizer_file.name == "tokenizer.json"
     tokenizer = data.load_tokenizer(str(child.tokenizer_file))
-    theirs = transformers.AutoTokenizer.from_pretrained(child.folder)
+    theirs = transformers.AutoTokenizer.from_pretrained(child.place)
     assert tokenizer.encode([TEXT]) == [coder.encode(TEXT).ids] and tokenizer.bos == 1
     assert theirs(TEXT)["input_ids"] == coder.encode(TEXT).ids and theirs.bos_token_id == 1
 
@@ -298,4 +302,4 @@ def test_hostile_files_and_files_cut_anywhere_are_refused(tiny, tmp_path):
     for content in (*HOSTILE.values(), *cuts):
         path.write_bytes(content)
         with pytest.raises(UserError, match="a.gguf"):
-            formats.open_gguf(path)
+            open_gguf(path)

@@ -12,8 +12,8 @@ import transformers
 from conftest import ROOT
 from tokenizers import models, pre_tokenizers, trainers
 
+from hf import gguf_tokenizers
 from sources import data
-from strangers import loading
 
 TEXT = (ROOT / "README.md").read_text()
 PROSE = (
@@ -26,7 +26,7 @@ REFERENCES["default"] = transformers.GPT2Tokenizer
 
 @pytest.fixture(autouse=True)
 def converted(tmp_path, monkeypatch):
-    monkeypatch.setattr(loading, "CONVERTED", tmp_path / "converted")
+    monkeypatch.setattr(gguf_tokenizers, "CONVERTED", tmp_path / "converted")
 
 
 def trained_bpe(text: str, vocab_size: int) -> tokenizers.Tokenizer:
@@ -69,7 +69,7 @@ def write(path, architecture="llama", **fields):
 
 
 def load_converted(path):
-    return data.load_tokenizer(str(loading.tokenizer_folder(path) / "tokenizer.json"))
+    return data.load_tokenizer(str(gguf_tokenizers.tokenizer_folder(path) / "tokenizer.json"))
 
 
 @pytest.mark.parametrize("pre", ["gpt-2", "default", "smollm", "qwen2", "llama-bpe"])
@@ -140,4 +140,4 @@ def test_sentencepiece(tmp_path):
 
 def test_an_unknown_rule_gives_no_tokenizer(tmp_path):
     path = write(tmp_path / "a.gguf", model="gpt2", pre="new", tokens=["a"], token_type=[1], merges=[])
-    assert not loading.tokenizer_folder(path).exists()
+    assert not gguf_tokenizers.tokenizer_folder(path).exists()

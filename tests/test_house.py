@@ -10,23 +10,23 @@ from lib.files import read_json
 from lib.results import print_rows
 from reproduce.__main__ import RESULTS
 
-ROOMS = ("lib", "sources", "measure", "strangers", "lineage", "reproduce", "lesson")
+ROOMS = ("lib", "weights", "hf", "sources", "measure", "lineage", "reproduce", "lesson")
 LEFT_OUT = ("tests", "configs", "answers", "solutions")
 SCRIPTS = ["contraction", "init", "model", "probe", "seedprint", "sinks", "train"]
 # Floors from below: a file imports from floors below its own alone. On the last are files that may import
 # each other, without a circle.
 FLOORS = """
-lib.settings lib.kernels / lib.files lib.runtime lib.random / lib.results lib.figures / model / init
-/ sources.checkpoint / sources.tokenizers sources.newborns / sources.data / sources.inputs
-/ sources.runs sources.sampling
+lib.settings lib.kernels / lib.files lib.runtime lib.random / lib.results lib.figures
+/ weights.ranges weights.lazy / weights.gguf / weights.gguf_config weights.fp8 / weights.files
+/ weights.storage weights.vocabulary / weights.contents weights.hub / model / init
+/ hf.parts hf.gguf_tokenizers / hf.lens / hf.check / hf.loading
+/ sources.tokenizers sources.saving / sources.llama / sources.checkpoint / sources.newborns sources.data
+/ sources.inputs / sources.runs sources.sampling
 / measure.theory measure.attention / measure.units / measure.anatomy measure.figures
-/ strangers.ranges strangers.parts / strangers.gguf / strangers.formats strangers.lens / strangers.check
-/ strangers.loading strangers.hub / strangers.names
-/ lineage.matching lineage.layout / lineage.views / lineage.judge / lineage.evidence lineage.match
-/ lineage.family / lineage.compare lineage.births / probe sinks seedprint
+/ lineage.matching lineage.stated / lineage.layout / lineage.views / lineage.judge
+/ lineage.evidence lineage.match / lineage.family / lineage.compare lineage.births / probe sinks seedprint
 / contraction train / reproduce / lesson
 """.split("/")
-UPWARD = ("sources.checkpoint", "strangers.names")  # where a name is no model of ours
 FILES = {}  # by a module's name
 for path in sorted(ROOT.rglob("*.py")):
     parts = path.relative_to(ROOT).with_suffix("").parts
@@ -49,7 +49,6 @@ def imported_modules(tree: ast.AST) -> set[str]:
 
 
 GRAPH = {name: imported_modules(tree) & FILES.keys() for name, tree in TREES.items()}
-GRAPH[UPWARD[0]].remove(UPWARD[1])
 
 
 def floor(module: str) -> int:

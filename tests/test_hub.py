@@ -14,10 +14,8 @@ from hub_server import COMMIT, serving
 from huggingface_hub import constants
 
 from lib.settings import UserError
-from sources import checkpoint
-from strangers import hub, ranges
-from strangers import names as stranger_names
-from strangers.formats import open_spec
+from sources import checkpoint, saving
+from weights import hub, ranges
 
 TOKENS = torch.randint(97, (2, 50), generator=torch.Generator().manual_seed(1))
 NEVER = {"README.md": b"-", "modeling_x.py": b"-", "tf_model.h5": b"-", "original/consolidated.00.pth": b"-"}
@@ -27,7 +25,7 @@ BESIDE = {"config.json", "tokenizer.txt"}
 
 def repositories(folder: Path) -> tuple[dict, torch.nn.Module]:
     model = random_model(KINDS["llama"])
-    checkpoint.save(folder, model)
+    saving.save(folder, model)
     tensors = safetensors.torch.load_file(folder / "model.safetensors")
     config = {"config.json": (folder / "config.json").read_bytes(), "tokenizer.txt": b"bytes"} | NEVER
     whole = {"model.safetensors": (folder / "model.safetensors").read_bytes()}
@@ -66,17 +64,17 @@ def here(tmp_path, monkeypatch):
     with serving(files, gated=("org/gated",)) as server:
         point_to(server.url, monkeypatch)
         monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setattr(stranger_names, "HUB_COMMITS", {})
+        monkeypatch.setattr(checkpoint, "HUB_COMMITS", {})
         server.model = model
         yield server
 
 
 def fetch(name: str) -> Path:
-    return checkpoint.parse_spec(name).folder
+    return checkpoint.find_model(name).place
 
 
 def logits(name: str) -> torch.Tensor:
-    return checkpoint.parse_spec(name).load_own()(TOKENS)
+    return checkpoint.find_model(name).transformer()(TOKENS)
 
 
 def fetched(server) -> list[str]:
@@ -97,10 +95,10 @@ def test_which_names_may_be_the_hubs(tmp_path, monkeypatch):
     Path("fetched").mkdir()
     monkeypatch.setattr(hub, "fetch", lambda *_: Path("fetched"))
     for name in NAMES.split():
-        assert checkpoint.parse_spec(name).folder == Path("fetched"), name
+        assert checkpoint.find_model(name).place == Path("fetched"), name
     for name in PATHS.split():
         with pytest.raises(UserError, match="no model"):
-            checkpoint.parse_spec(name)
+            checkpoint.find_model(name)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +117,7 @@ def test_one_format_of_weights_is_fetched_once(repo, weights, here, capsys, monk
     assert capsys.readouterr().err == f"not here: fetching {repo} from the Hub, {size:.3g} GB\n"
     for name in (repo, f"{repo}@{COMMIT}", f"{repo}@step7"):
         assert torch.equal(logits(name), here.model(TOKENS))
-        assert fetched(here) == [] and stranger_names.HUB_COMMITS[name] == COMMIT
+        assert fetched(here) == [] and checkpoint.HUB_COMMITS[name] == COMMIT
     here.requests.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert torch.equal(logits(repo), here.model(TOKENS))
@@ -151,8 +149,8 @@ MISTAKES = {
 def test_mistakes(name, here):
     for in_parts in (False, True):
         with pytest.raises(UserError, match=MISTAKES[name]):
-            checkpoint.parse_spec(name, in_parts=in_parts)
-    assert fetched(here) == [] and stranger_names.HUB_COMMITS == {}
+            checkpoint.find_model(name, weights_alone=in_parts)
+    assert fetched(here) == [] and checkpoint.HUB_COMMITS == {}
 
 
 def test_without_a_network(here, monkeypatch):
@@ -188,7 +186,7 @@ def base(here, tmp_path, monkeypatch):
     monkeypatch.setattr(ranges, "NEAR", 2**12)
     monkeypatch.setattr(ranges, "LARGEST", 2**17)
     folder = tmp_path / "base"
-    checkpoint.save(folder, random_model(replace(KINDS["llama"], vocab_size=600, d_model=128, d_ff=512)))
+    saving.save(folder, random_model(replace(KINDS["llama"], vocab_size=600, d_model=128, d_ff=512)))
     here.repositories["org/base"] = {path.name: path.read_bytes() for path in folder.iterdir()}
     return here
 
@@ -200,7 +198,7 @@ def looks(source) -> list:
 
 
 def read(name, parts, wholes=()) -> dict:
-    source = open_spec(checkpoint.parse_spec(str(name), in_parts=True), True)
+    source = checkpoint.find_model(str(name), weights_alone=True).weights
     found = {}
     for wanted in (parts or looks(source), [(name, ()) for name in wholes]):
         source.expect(wanted)
@@ -262,6 +260,8 @@ READ = """
 import os, sys, torch
 sys.path[:0] = ["tests", "."]
 from test_hub import read, MATRIX
+from sources import saving
+from sources import saving
 path = sys.argv[1 + (os.fork() == 0)]
 torch.save(read("org/base", [], [MATRIX]), path)
 if path == sys.argv[1]:

@@ -10,13 +10,13 @@ from safetensors.torch import load_file, save_file
 from scipy.stats import spearmanr
 from transformers import DynamicCache, WhisperConfig
 
+from hf import check as checks
+from hf import loading
+from hf.lens import Lens, shape_of
 from lib.settings import UserError
 from measure.attention import constants_at
 from measure.units import observe, zero_units
-from sources import checkpoint
-from strangers import check as checks
-from strangers import loading
-from strangers.lens import Lens, shape_of
+from sources import checkpoint, saving
 
 FAMILIES = "gpt2 gpt_neox gemma2 gemma3_text olmo2 phi3 qwen3 mixtral gpt_oss deepseek_v3".split()
 WITHIN = 6  # positions, within the tiny models' window
@@ -92,7 +92,7 @@ def test_constants_are_kept_in_a_file(model_type, tmp_path):
     lens = Lens(build(model_type))
     constants = constants_at(lens, lens.probe_tokens(WITHIN))
     assert [*constants] == lens.attending
-    checkpoint.save_constants(tmp_path / "cure.safetensors", constants, model="tiny")
+    saving.save_constants(tmp_path / "cure.safetensors", constants, model="tiny")
     stored = load_file(tmp_path / "cure.safetensors")
     for layer, (key, value) in constants.items():
         assert torch.equal(stored[f"keys.{layer - 1}"], key[None, :, None])
@@ -214,11 +214,11 @@ def test_a_folder_opens(folder):
     """Infinity is written as transformers writes it; a state.json does not make it ours."""
     changes = {"auto_map": {"AutoModelForCausalLM": "evil.Model"}, "_attn_implementation": "some/kernel"}
     change_config(folder, **changes, limits=[0.0, {"__float__": "Infinity"}])
-    assert loading.stranger_config(folder).limits == [0.0, torch.inf]
+    assert loading.transformers_config(folder).limits == [0.0, torch.inf]
     for name in ("state.json", "tokenizer.json", "tokenizer.model"):
         (folder / name).write_text("{}")
-    spec = checkpoint.parse_spec(str(folder))
-    assert not spec.is_ours and spec.tokenizer_file.name == "tokenizer.json"  # as in transformers
+    spec = checkpoint.find_model(str(folder))
+    assert not spec.was_saved_here and spec.tokenizer_file.name == "tokenizer.json"  # as in transformers
     lens = loading.open_lens(folder)
     tokens = lens.probe_tokens()
     assert torch.equal(lens.hidden(tokens), Lens(build("llama")).hidden(tokens))

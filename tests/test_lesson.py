@@ -12,8 +12,8 @@ from conftest import ROOT, run_script
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import model
+from hf.lens import Lens
 from lesson import check
-from strangers.lens import Lens
 
 CHECKS = {int(name.split("_")[1]): f for name, f in vars(check).items() if name.startswith("test_")}
 
@@ -24,8 +24,11 @@ def quick(monkeypatch):
     monkeypatch.setattr(check, "trained_child", lambda seed: check.newborn("tiny_llama", seed))
     monkeypatch.setitem(model.ACTIVATIONS, "mine", F.relu)
     monkeypatch.setitem(model.PRESETS, "tiny_fair", replace(model.PRESETS["tiny_gpt2"], mlp="mine"))
-    spec = SimpleNamespace(load=sinking_model)
-    monkeypatch.setattr(check.checkpoint, "parse_spec", lambda name: spec)
+    spec = SimpleNamespace(model=sinking_model)
+    find = check.checkpoint.find_model
+    monkeypatch.setattr(
+        check.checkpoint, "find_model", lambda name: spec if name == "smollm2" else find(name)
+    )
     tokens = check.random_tokens(0, range(8), check.LENGTH, 97).clamp(min=1)
     tokens[:, 0] = 0
     monkeypatch.setattr(check, "read_tokens", lambda *_: tokens)

@@ -18,17 +18,17 @@ from lineage.layout import find_stacks
 from lineage.views import RIDGE, readings
 from model import ModelConfig
 from reproduce import disguise
-from reproduce.disguise import disguised
+from reproduce.disguise import OwnWeights, disguised, newborn_source, own_source
 from reproduce.robustness import cut, noised, of_matrices
-from sources import checkpoint
-from strangers import formats
-from strangers.formats import Newborn, token_ids
+from sources import checkpoint, saving
+from sources.checkpoint import find_model
+from weights.vocabulary import token_ids
 
 GATED = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)  # of most models that are compared here
 PLAIN = replace(GATED, norm="layernorm", mlp="gelu", tie_embeddings=True, d_ff=160)
 
 
-def save_perturbed(folder: Path, config: ModelConfig) -> formats.CheckpointReader:
+def save_perturbed(folder: Path, config: ModelConfig) -> OwnWeights:
     """A newborn whose gains and biases are no longer 1 and 0, as a folder and its source."""
     model = init.newborn(config, 1)
     generator = torch.Generator().manual_seed(1)
@@ -36,8 +36,8 @@ def save_perturbed(folder: Path, config: ModelConfig) -> formats.CheckpointReade
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
-    checkpoint.save(folder, model)
-    return formats.open_checkpoint(folder)
+    saving.save(folder, model)
+    return own_source(find_model(str(folder)))
 
 
 def way_to(a, b, directions=1024) -> match.Way:
@@ -83,11 +83,11 @@ def test_correlations_against_all_tokens(config, tmp_path):
 
 def test_wide_models_are_seen_in_few_directions():
     """A copy is one to rounding, in whatever basis; a child and a stranger are what all directions say."""
-    base = Newborn(ModelConfig(1200, 64, 1, 4, 256, 400), 1)
+    base = newborn_source(ModelConfig(1200, 64, 1, 4, 256, 400), 1)
     suspects = {
         "copy": disguised(base),
         "child": noised(disguised(base), 0.5),
-        "stranger": Newborn(base.config, 2),
+        "stranger": newborn_source(base.config, 2),
     }
     for name, source in suspects.items():
         for pair in ((base, source), (source, base)):
@@ -134,7 +134,7 @@ def test_dead_units_are_in_no_count():
     def change(name, weight):
         return weight.index_fill(0, dead, 0.0) if "up_proj" in name else weight
 
-    a, b = (of_matrices(Newborn(GATED, seed), change) for seed in (1, 2))
+    a, b = (of_matrices(newborn_source(GATED, seed), change) for seed in (1, 2))
     for row in found(a, b):
         assert row.units == 48 and row.found <= 8
     for row in found(a, a):
@@ -145,7 +145,9 @@ def test_nan_in_a_token_table_is_told():
     def change(name, weight):
         return weight.index_fill(0, torch.tensor([3]), torch.nan) if "embed" in name else weight
 
-    stacks = [find_stacks(s)[0] for s in (Newborn(GATED, 1), of_matrices(Newborn(GATED, 1), change))]
+    stacks = [
+        find_stacks(s)[0] for s in (newborn_source(GATED, 1), of_matrices(newborn_source(GATED, 1), change))
+    ]
     way, lack = match.likeliest_way(*stacks, ({}, {}), 1024)
     assert way is None and "not finite" in lack
 
@@ -165,7 +167,9 @@ def test_disguised_models_keep_the_logits(config, tmp_path):
             logits = checkpoint.load(str(tmp_path / transform))(tokens)
             # float32 rounding of the weights and of sums of 64 to 160 terms; the logits are of order 0.2
             torch.testing.assert_close(logits, expected, rtol=0, atol=3e-6)
-            assert all(row.share == 1 for row in found(base, formats.open_checkpoint(tmp_path / transform)))
+            assert all(
+                row.share == 1 for row in found(base, own_source(find_model(str(tmp_path / transform))))
+            )
 
 
 def test_disguise_as_a_script(tmp_path):
@@ -173,18 +177,18 @@ def test_disguise_as_a_script(tmp_path):
     words = [tmp_path / "a", "--transforms", "neurons", "signs", "--out", tmp_path / "b"]
     done = run_here("reproduce.disguise", *words)
     assert done.returncode == 0, done.stderr
-    assert all(row.share == 1 for row in found(base, formats.open_checkpoint(tmp_path / "b")))
+    assert all(row.share == 1 for row in found(base, own_source(find_model(str(tmp_path / "b")))))
     assert_refused(run_here("reproduce.disguise", *words), "is there already")
 
 
 def test_layers_removed_and_repeated():
-    base = Newborn(replace(GATED, num_layers=4), 1)
+    base = newborn_source(replace(GATED, num_layers=4), 1)
     rows = found(base, cut(base, (0, 2, 2, 3)))
     assert [(row.closest, row.share) for row in rows] == [(1, 1), (3, 1), (3, 1), (4, 1)]
 
 
 def test_fewer_units_and_layers_are_read_where_asked():
-    base = Newborn(GATED, 1)
+    base = newborn_source(GATED, 1)
     rows = found(base, noised(base, 0.5), units=20, layers=2)
     assert [(row.layer, row.found, row.units) for row in rows] == [(1, 20, 20), (3, 20, 20)]
 
@@ -192,7 +196,7 @@ def test_fewer_units_and_layers_are_read_where_asked():
 def test_counts_of_newborn_strangers():
     """Nearest neighbours in two views agree by chance: below one unit a layer, as for random permutations."""
     config = replace(GATED, num_layers=1, vocab_size=1024, d_model=128, d_ff=352)
-    stacks = [find_stacks(Newborn(config, seed))[0] for seed in range(9)]
+    stacks = [find_stacks(newborn_source(config, seed))[0] for seed in range(9)]
     ids = torch.arange(config.vocab_size)
     counts = []
     for pair in itertools.combinations(stacks, 2):
@@ -208,14 +212,13 @@ import pathlib, resource, sys
 import torch
 from lineage.compare import CompareSettings, Model, compare_models
 from sources import checkpoint
-from strangers import formats
 
 torch.set_num_threads(1)
 torch.ones(8, 8) @ torch.ones(8, 8)  # a library's first product allocates
 _, said = pathlib.Path("/proc/self/status").read_text().split("VmData:")
 most = 1024 * int(said.split()[0]) + int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-models = [Model("", formats.open_spec(checkpoint.parse_spec(sys.argv[1]))) for _ in range(2)]
+models = [Model("", checkpoint.find_model(sys.argv[1]).weights) for _ in range(2)]
 row, _ = compare_models(*models, CompareSettings(layers=4, neurons=True))
 print(row["verdict"])
 """
@@ -225,7 +228,7 @@ print(row["verdict"])
 def test_one_block_at_a_time_is_in_memory(tmp_path):
     """Two models of 0.18 GB each in float32 are compared in a fraction of it; pages of files not counted."""
     model = init.newborn(ModelConfig(2000, 64, 24, 4, 256, 2048), 1)
-    checkpoint.save(tmp_path / "a", model)
+    saving.save(tmp_path / "a", model)
     half = {name: weight.bfloat16() for name, weight in model.state_dict().items()}
     safetensors.torch.save_file(half, tmp_path / "a" / "model.safetensors")
     size = 4 * sum(weight.numel() for weight in half.values())

@@ -96,12 +96,6 @@ def test_observation_changes_nothing_and_sees_everything(kind):
         torch.testing.assert_close(model.hidden(states[0][1]), plain)  # embeddings in place of tokens
 
 
-def test_what_nobody_filled_is_nan():
-    for name in ("gpt2", "llama"):
-        model = Transformer(KINDS[name])
-        assert model.hidden(TOKENS).isnan().all()
-
-
 def test_replaced_heads_and_ablated_sublayers():
     model = random_model(KINDS["llama_gqa"])
     mlp, attention = (init.variant(model, sublayers=kind) for kind in ("mlp", "attention"))

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import scipy.stats
 
-from seedprint import kendall, null_taus, paper_test, released_test
+from reproduce.released import released_test
+from seedprint import kendall, null_taus, paper_test
 
 
 def normal(seed: int, *shape: int) -> np.ndarray:

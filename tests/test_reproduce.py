@@ -113,8 +113,8 @@ def columns(result: dict) -> tuple[set, set]:
 
     Columns that went stand in results that take hours to make anew.
     """
-    gone = {"part", "base_part", "loss_first", "epsilon", "disparity", "learned_sink_alpha"}
-    return set(result) - {"sources"}, {key for row in result["rows"] for key in row} - gone
+    gone = {"part", "base_part", "loss_first", "epsilon", "disparity", "learned_sink_alpha", "top1_frequency"}
+    return set(result) - {"sources", "models"}, {key for row in result["rows"] for key in row} - gone
 
 
 @pytest.mark.parametrize("name, runs", [("backcopy/rate", ["runs/backcopy"]), ("layers", [])])

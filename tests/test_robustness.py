@@ -10,7 +10,7 @@ from init import newborn
 from lib.files import read_json
 from lineage.judge import NO_EVIDENCE, SAME_BIRTH
 from model import ModelConfig
-from sources import checkpoint
+from sources import saving
 from sources.data import load_tokenizer
 
 CONFIG = ModelConfig(400, 128, 5, 2, 32, 48)
@@ -20,8 +20,8 @@ TEXT = str(ROOT / "model.py")
 def test_children_are_found_and_strangers_are_not(tmp_path):
     """Of a base with a tokenizer, and the single file of a wider model that it never met."""
     tokenizer = load_tokenizer("bpe:400", [Path(TEXT).read_text()])
-    checkpoint.save(tmp_path / "base", newborn(CONFIG, 1), tokenizer=tokenizer)
-    checkpoint.save(tmp_path / "other", newborn(replace(CONFIG, d_model=48, num_layers=3), 2))
+    saving.save(tmp_path / "base", newborn(CONFIG, 1), tokenizer=tokenizer)
+    saving.save(tmp_path / "other", newborn(replace(CONFIG, d_model=48, num_layers=3), 2))
     models = [tmp_path / "base", tmp_path / "other" / "model.safetensors"]
     done = run_here("reproduce.robustness", *models, "--text", TEXT, "--steps", 15, "--out", tmp_path)
     assert done.returncode == 0, done.stderr

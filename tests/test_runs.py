@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import ROOT, assert_refused, run_here
 
 import model
@@ -17,9 +16,8 @@ import train
 from init import newborn
 from lib.files import read_json
 from lib.settings import UserError, read_command
-from model import ModelConfig, Transformer
-from reproduce import bench, claims, lineage, runs, text
-from sources import checkpoint, data
+from reproduce import claims, lineage, runs, text
+from sources import checkpoint, data, saving
 from sources.runs import read_rows
 
 CPU = {"device": "cpu", "dtype": "float32"}
@@ -52,7 +50,7 @@ def test_a_run_that_was_stopped_stops_what_asked_for_it(reached, is_well, tmp_pa
     def stopped(words, **environment):
         assert words == "train.py configs/backcopy.py --out runs/backcopy --resume".split()
         assert environment == {"OMP_NUM_THREADS": "1"}
-        checkpoint.save(tmp_path / f"runs/backcopy/step_{reached:07}", newborn("backcopy", 1))
+        saving.save(tmp_path / f"runs/backcopy/step_{reached:07}", newborn("backcopy", 1))
         (tmp_path / "runs/backcopy/settings.json").write_text('{"max_iters": 5}')
         return is_well
 
@@ -200,25 +198,3 @@ def test_rows_are_selected_and_judged_apart():
     assert claims.rows_where(result, "summary")[0]["num_seeds"] == 2  # known by the settings
     lacking = claims.Claim("item", "says", "", "name", claims.rises, stack="a")
     assert lacking.read(result) == ("not run here", NONE)
-
-
-TOKENS = torch.randint(97, (4, 17), generator=torch.Generator().manual_seed(0))
-
-
-def test_both_learn_the_same_windows(monkeypatch):
-    monkeypatch.setitem(model.PRESETS, "tiny_llama", ModelConfig(97, 64, 2, 2, 32, 48))
-    logits = bench.newborn("tiny_llama", 0)(TOKENS[:, :-1])
-    expected = F.cross_entropy(logits.flatten(0, 1), TOKENS[:, 1:].flatten()).item()
-    works = bench.training_steps("tiny_llama", TOKENS, torch.float32)
-    losses = [[work().item() for _ in range(3)] for work in works]
-    assert losses[0][0] == pytest.approx(expected, rel=1e-5)  # float32 sums of 64 losses
-    for first, _, third in losses:
-        assert third < first
-
-
-def test_transformers_model_has_the_same_parameters():
-    config = model.PRESETS["nano_llama"]
-    with torch.device("meta"):
-        models = Transformer(config), bench.transformers_model(config)
-    shapes = [{name: p.shape for name, p in one.named_parameters()} for one in models]
-    assert shapes[0] == shapes[1]

@@ -18,10 +18,11 @@ from lineage import births
 from lineage.family import kinship
 from model import ModelConfig
 from reproduce import disguise
+from reproduce.disguise import newborn_source
+from reproduce.released import released_test
 from reproduce.robustness import noised
-from seedprint import kendall, paper_test, released_test
-from sources import checkpoint
-from strangers.formats import Newborn
+from seedprint import kendall, paper_test
+from sources import checkpoint, saving
 
 CONFIG = ModelConfig(300, 64, 3, 4, 64, 96, num_kv_heads=2)
 OUTPUTS = ["--paper-sequences", 40, "--paper-length", 9, "--device", "cpu", "--dtype", "float32"]
@@ -35,7 +36,7 @@ def run(*words, out: Path, script="seedprint") -> tuple[dict, str]:
 
 
 def save_child(folder: Path, size: float, seed: int = 1) -> None:
-    disguise.save(folder, noised(Newborn(CONFIG, seed), size))
+    disguise.save(folder, noised(newborn_source(CONFIG, seed), size))
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +46,14 @@ def family(tmp_path_factory):
     save_child(root / "base", 0)
     save_child(root / "child", 0.5)
     for way in ("rotate", "neurons"):
-        disguise.save(root / way, disguise.disguised(Newborn(CONFIG, 1), (way,)))
+        disguise.save(root / way, disguise.disguised(newborn_source(CONFIG, 1), (way,)))
     save_child(root / "stranger", 0, seed=2)
-    checkpoint.save(root / "transplanted", init.newborn(CONFIG, 2, embedding_seed=1))
+    saving.save(root / "transplanted", init.newborn(CONFIG, 2, embedding_seed=1))
     other = replace(CONFIG, num_layers=2, d_ff=80, norm="layernorm", mlp="gelu", tie_embeddings=True)
-    checkpoint.save(root / "other", random_model(other))
-    checkpoint.save(root / "narrow", init.newborn(replace(CONFIG, d_model=32), 1))
-    checkpoint.save(root / "mlp", init.newborn(replace(CONFIG, sublayers="mlp"), 1))
-    checkpoint.save(root / "short", init.newborn(replace(CONFIG, context_length=40), 1))
+    saving.save(root / "other", random_model(other))
+    saving.save(root / "narrow", init.newborn(replace(CONFIG, d_model=32), 1))
+    saving.save(root / "mlp", init.newborn(replace(CONFIG, sublayers="mlp"), 1))
+    saving.save(root / "short", init.newborn(replace(CONFIG, context_length=40), 1))
     return root
 
 
@@ -86,7 +87,7 @@ def test_compare_knows_kin_from_strangers(compared):
 
 
 def test_a_suspect_that_cannot_be_read_costs_the_others_nothing(family, tmp_path):
-    disguise.save(tmp_path / "cut", Newborn(CONFIG, 1))
+    disguise.save(tmp_path / "cut", newborn_source(CONFIG, 1))
     file = tmp_path / "cut" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:9000])
     names = [family / "base", tmp_path / "cut", family / "child", tmp_path / "nothing", family / "stranger"]
@@ -116,7 +117,7 @@ def test_matrix(family, compared, tmp_path):
 
 def test_matrix_of_what_has_no_layers(family, tmp_path):
     """Its rows are inconclusive, its closeness is none; equal layers without a distance are close."""
-    weights = disguise.weights_of(Newborn(CONFIG, 1))
+    weights = disguise.weights_of(newborn_source(CONFIG, 1))
     table = {"embed_tokens.weight": weights["model.embed_tokens.weight"]}
     layers = {name.replace("model.layers.", "cells."): w for name, w in weights.items() if "layers" in name}
     for name, tensors in (("table", table), ("layers", layers)):
@@ -139,8 +140,13 @@ def last_states(folder: Path, inputs: torch.Tensor) -> np.ndarray:
 )
 def test_paper_test_by_whole_forward_passes(inputs, draw, size, family, tmp_path):
     folders = [family / name for name in ("base", "child", "stranger")]
-    words = ("paper", *folders, *OUTPUTS, "--inputs", inputs, "--input-seed", 5, "--released")
-    rows = run(*words, out=tmp_path)[0]["rows"]
+    words = (*folders, *OUTPUTS, "--inputs", inputs, "--input-seed", 5)
+    rows = run("paper", *words, out=tmp_path / "paper")[0]["rows"]
+    done = run_here("reproduce.released", *words, "--out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    both = read_json(tmp_path / "paper_test.json")["rows"]
+    assert [row | both[i] for i, row in enumerate(rows)] == both  # released adds columns
+    rows = both
     given = draw(5, range(40), 9, size)
     base, *suspects = (last_states(folder, given) for folder in folders)
     for row, suspect in zip(rows, suspects, strict=True):
@@ -216,7 +222,7 @@ def test_mistakes(family, runs, tmp_path):
     base, narrow = family / "base", family / "narrow"
     model = init.newborn(CONFIG, 1)
     model.get_parameter(births.IDENTIFIED).data.zero_()
-    checkpoint.save(tmp_path / "zero", model)
+    saving.save(tmp_path / "zero", model)
     persistence = ("reproduce.lineage", "persistence")
     for script, command, words, expected in (
         ("seedprint", "compare", ["tiny_llama@1"], "at least 2"),
@@ -241,7 +247,7 @@ def test_units_of_two_widths_can_be_compared(family, tmp_path):
 
 
 def test_a_figure_that_fails_costs_no_result(family, tmp_path, monkeypatch):
-    monkeypatch.setattr("lineage.compare.lineage_figure", lambda *_: 1 / 0)
+    monkeypatch.setattr("lineage.compare.draw_family", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        run("compare", family / "base", family / "child", out=tmp_path)
-    assert read_json(tmp_path / "compare.json")["rows"][0]["verdict"] == "same birth"
+        run("matrix", family / "base", family / "child", out=tmp_path)
+    assert read_json(tmp_path / "matrix.json")["rows"][0]["verdict"] == "same birth"

@@ -24,8 +24,8 @@ from measure import attention
 from measure import units as units_module
 from model import ModelConfig, Transformer
 from reproduce.interventions import num_needed
-from sources import checkpoint, data
-from sources.checkpoint import Spec, parse_spec
+from sources import data, saving
+from sources.checkpoint import Checkpoint, find_model
 from sources.inputs import TextSettings, read_tokens
 
 
@@ -108,9 +108,9 @@ def test_no_matrix_of_all_pairs_of_positions_is_made():
 NEAR = 1e-6  # of means of attention weights: float32 roundings of numbers up to 1
 
 
-def saved(model: Transformer, folder) -> Spec:
-    checkpoint.save(folder / "model", model)
-    return parse_spec(str(folder / "model"))
+def saved(model: Transformer, folder) -> Checkpoint:
+    saving.save(folder / "model", model)
+    return find_model(str(folder / "model"))
 
 
 def given(kind=TextSettings, **values):
@@ -275,13 +275,13 @@ def text(tmp_path_factory):
     out = str(folder / "data")
     data.prepare(data.Settings(source=(str(file),), tokenizer="bpe:500", held_out=0.3, out=out))
     model = init.newborn(ModelConfig(500, 64, 2, 2, 32, 48), 0)
-    checkpoint.save(folder / "model", model, tokenizer=data.TokenData(out).tokenizer)
+    saving.save(folder / "model", model, tokenizer=data.TokenData(out).tokenizer)
     tokenizer = f"{out}/tokenizer.model"
     return SimpleNamespace(file=str(file), data=out, model=str(folder / "model"), tokenizer=tokenizer)
 
 
 def test_what_a_model_reads(text):
-    spec = parse_spec(text.model)
+    spec = find_model(text.model)
     settings = given(TextSettings, text=text.file, num_sequences=50)
     tokens = read_tokens(settings, spec, 16)
     tokenizer = data.load_tokenizer(text.tokenizer)

@@ -21,7 +21,7 @@ from measure import attention
 from measure.units import Activity, observe
 from reproduce.interventions import cases_and_controls, num_needed
 from sinks import Case, TransplantSettings, alpha_and_loss, effects, transplant
-from sources import checkpoint
+from sources import checkpoint, saving
 
 SETTINGS = {"num_sequences": 5, "num_constants": 3}
 
@@ -146,7 +146,7 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
 def test_constants_are_kept_in_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = random_model(KINDS["llama_gqa"])
-    checkpoint.save(Path("model"), model)
+    saving.save(Path("model"), model)
     words = ("--model", "model", "--sequence-length", "12", "--num-sequences", "5", "--device", "cpu")
     done = run_here("sinks", "transplant", *words, "--save", "cure.safetensors", "--out", "out")
     assert done.returncode == 0, done.stderr

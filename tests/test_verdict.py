@@ -25,9 +25,9 @@ from lineage.judge import (
 )
 from lineage.layout import find_stacks
 from model import ModelConfig
-from reproduce.disguise import disguised, weights_of
+from reproduce.disguise import disguised, newborn_source, weights_of
 from reproduce.robustness import noised
-from strangers.formats import Newborn, token_ids
+from weights.vocabulary import token_ids
 
 OUTCOMES = {
     "same": {"same": True, "p": 1e-4, "z": 250.0, "matched": 0.7, "log10_p": -300.0},
@@ -38,7 +38,7 @@ OUTCOMES = {
 
 @functools.cache
 def stack_of(depth: int):
-    return find_stacks(Newborn(ModelConfig(8, 4, depth, 1, 4, 4), 1), "B")[0]
+    return find_stacks(newborn_source(ModelConfig(8, 4, depth, 1, 4, 4), 1), "B")[0]
 
 
 def judged_pair(counts=None, depth=24, r=0.2, base_layers=None, units=1000, body=None, **more) -> Pair:
@@ -143,7 +143,7 @@ PQR = {"gate_proj": "p", "up_proj": "r", "down_proj": "q"}
 
 
 def test_layers_of_which_nothing_is_known():
-    base = Newborn(replace(CONFIG, d_ff=64), 1)
+    base = newborn_source(replace(CONFIG, d_ff=64), 1)
     answer, sentence = judged(*(changed(weights_of(source), PQR) for source in (base, disguised(base))))
     assert answer == INCONCLUSIVE and "a changed basis would hide a child" in sentence
 
@@ -162,7 +162,11 @@ def test_no_row_of_a_table_agrees():
         (weights_of(noised(BASE, 2)), SAME_BIRTH, "in all matrices of layers 1-3"),
         (moved, SAME_BIRTH, "; embedding matrices that were not seen to agree"),
         (copied, INCONCLUSIVE, "not in every kind of matrix of two layers"),
-        (weights_of(Newborn(CONFIG, 2, 1)), INCONCLUSIVE, "a changed basis would hide"),  # a copied table
+        (
+            weights_of(newborn_source(CONFIG, 2, 1)),
+            INCONCLUSIVE,
+            "a changed basis would hide",
+        ),  # a copied table
     ):
         answer, sentence = judged(changed(base, attention), changed(weights, attention))
         assert answer == verdict and said in sentence, sentence
@@ -265,7 +269,7 @@ def test_a_permuted_vocabulary(tmp_path):
 
 def test_coordinates_where_there_are_no_units():
     config = replace(CONFIG, sublayers="attention")
-    answer, sentence = judged(Newborn(config, 1), Newborn(config, 2))
+    answer, sentence = judged(newborn_source(config, 1), newborn_source(config, 2))
     assert answer == NO_EVIDENCE and "a changed basis would hide a child" in sentence
     dead = {name: 0 * weight if ".mlp." in name else weight for name, weight in weights_of(BASE).items()}
     assert judged(dead, dead)[0] == SAME_BIRTH  # by all that it has
@@ -286,12 +290,12 @@ def test_what_was_done_is_told():
     assert "its residual basis was changed" in rotated and "order" not in same + rotated
     # two random tables of 130 tokens in 64 dimensions share half of each dimension by chance
     few = replace(CONFIG, vocab_size=130)
-    assert judged(Newborn(few, 1), Newborn(few, 2))[1].endswith("a different embedding matrix")
+    assert judged(newborn_source(few, 1), newborn_source(few, 2))[1].endswith("a different embedding matrix")
 
 
 def test_of_few_tokens_a_copied_table_is_told_by_its_coordinates():
     """Of 100 tokens 64 dimensions span nearly all, as of 257 tokens 256: any two tables look alike."""
-    few = Newborn(replace(CONFIG, vocab_size=100), 1)
+    few = newborn_source(replace(CONFIG, vocab_size=100), 1)
     assert judged(few, few)[1].endswith("; the base's embedding matrix")
     turned = disguised(few, ("rotate",))
     assert judged(few, turned)[1].endswith("embedding matrices that were not seen to agree")

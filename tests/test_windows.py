@@ -7,11 +7,11 @@ from conftest import KINDS, random_model, run_here
 from test_lens import TINY, checked
 
 import sinks
+from hf import lens as lenses
 from lib.files import read_json
 from lib.random import random_tokens
 from measure import attention
 from reproduce import hide
-from strangers import lens as lenses
 
 FAMILIES = "gemma2 gemma3_text gpt_oss mimo_v2_flash llama4_text mistral phi3 cohere2 olmo3 qwen3".split()
 LONGEST = 300

@@ -10,7 +10,7 @@ names, and gives measures what `model.Transformer` gives them:
   positions. Stacked experts ask an ExpertsInterface.
 - the stream: what enters the first block, and what each block returns.
 
-strangers/parts.py finds these in a model. strangers/check.py compares what a Lens sees with what the model
+hf/parts.py finds these in a model. hf/check.py compares what a Lens sees with what the model
 computes: trust no number before that. Layers count from 1, as blocks are called. Where heads are seen, layers
 without attention are left out.
 
@@ -31,8 +31,8 @@ from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import AttentionInterface
 
+from hf.parts import down_of, find_blocks, find_units, is_linear
 from lib.settings import UserError
-from strangers.parts import down_of, find_blocks, find_units, is_linear
 
 WEIGHTS = 2**23  # of attention in memory at a time, or those of 64 queries
 POSITIONS = 512  # whose logits are in memory at a time
@@ -75,7 +75,7 @@ class Lens:
         self.normed_layers = []  # whose units do not write to the stream as they are
         self.attending = []  # layers
         self.attentions = set()  # modules that ask for the function that attends
-        self.banks = {}  # by layer: the strangers.parts.Banks of its neurons
+        self.banks = {}  # by layer: the hf.parts.Banks of its neurons
         self.unit_watchers = []
         self.outputs = {}  # by layer: the linear map that its heads enter
         self.config = shape_of(model.config)

@@ -16,6 +16,7 @@ from lib.settings import UserError, rank
 
 NEAR = 2**16  # bytes between two parts, at most, that are fetched as one
 LARGEST = 2**23  # bytes of a request
+LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it
 THREADS = 8  # requests at a time: an answer takes a while to begin
 PLANS = []  # of each block of `together` that runs, what it will need
 

