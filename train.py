@@ -1,13 +1,14 @@
 """Train a model: what becomes of a newborn? On one CPU or many GPUs (BB B.4)
 
     python train.py configs/laptop.py                          # learns something visible in minutes
-    python train.py --resume --out runs/laptop                 # continues from its newest checkpoint
+    python train.py configs/laptop.py                          # the same command goes on with its run
+    python train.py --resume --out runs/laptop --max-iters 900 # so does this, with the run's own settings
     python train.py sample runs/laptop --prompt "def "         # writes text with a checkpoint
     python train.py eval runs/laptop --text book.txt           # its loss, over the whole of a text
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
---resume continues from the newest checkpoint with the run's own settings; flags may change only those in
-`runs.MAY_CHANGE`. If the run does not exist yet, --resume starts it.
+If --out holds a run, it goes on from its newest checkpoint. Only the settings in `runs.MAY_CHANGE` may differ
+from those that it began with. With --resume, what is not given is as the run began.
 
 Each epoch shuffles the training windows by the data seed, and each step takes the next ones, however many
 ranks and micro-batches there are. So a run needs no random state: resumed with as many, on a CPU it ends with
@@ -73,25 +74,33 @@ class Settings(RunSettings):
     # number format of matrix products; None: bfloat16 on a GPU, else float32
     dtype: Literal["float32", "bfloat16"] | None = None
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model
-    resume: bool = False  # continue from the newest checkpoint in --out
+    resume: bool = False  # what is not given is as the run in --out began
     out: str = "runs/default"  # run folder
 
 
-def train(settings: Settings, defaults: Settings | None = None):
-    """Train, or resume; prints the loss and the time left every --log-every steps.
+def train(settings: Settings, config: Settings | None = None):
+    """Train, or go on with the run in --out; prints the loss and the time left every --log-every steps.
 
-    A setting that repeats its default, the config file's or the resumed run's, counts as not given.
+    `config` has the settings of a config file alone: --init-from takes their place without a word.
     """
     settings = from_values(Settings, vars(settings), "settings")
-    settings, device, dtype = runtime.start(runs.completed(settings, defaults or Settings()))
+    run = runs.Run(settings.out)
+    is_new = not run.has_steps()
+    settings = (
+        runs.start_settings(settings, config or Settings()) if is_new else runs.resume_settings(settings, run)
+    )
+    settings, device, dtype = runtime.start(settings)
+    say(f"{run.folder}: a new run" if is_new else f"{run.folder}: the run there goes on")
     if settings.global_batch_size < runtime.world_size():
         raise UserError(f"--global-batch-size {settings.global_batch_size}: less than one per process")
-    run = runs.Run(settings.out)
     with run.lock():
-        # Mistakes are reported before any data are prepared.
-        config = None if run.has_steps() else runs.new_config(settings)
-        tokens = data.open_data(settings, is_new=config is not None)
-        training = Training(settings, run, config, tokens, device, dtype)
+        config = runs.new_config(settings) if is_new else None  # mistakes before any data are prepared
+        tokens = data.open_data(settings, is_new)
+        if is_new:
+            model, step = runs.new_model(settings, config, tokens), 0
+        else:
+            model, step = run.newest(tokens)
+        training = Training(settings, run, model, step, tokens, device, dtype)
         facts = {"step": training.step, "data set": tokens.meta.fingerprint, "commit": commit()}
         runs.check_agreement(facts | {"torch": torch.__version__} | asdict(settings))
         training.go_on()
@@ -101,17 +110,17 @@ def train(settings: Settings, defaults: Settings | None = None):
 class Training:
     """A run: its data, its model, its optimizer, and the number of steps done."""
 
-    def __init__(self, settings: Settings, run: runs.Run, config, tokens, device, dtype):
+    def __init__(self, settings: Settings, run: runs.Run, model, step, tokens, device, dtype):
         self.settings = settings
         self.run = run
+        self.step = step
         self.tokens = tokens
         self.device = device
         self.dtype = dtype
-        model, self.step = (runs.new_model(settings, config, tokens), 0) if config else run.newest(tokens)
         self.raw_model = model.to(device).train()
         self.optimizer = make_optimizer(model, settings)
-        if self.step > 0:
-            run.restore(self.optimizer, model, self.step)
+        if step > 0:
+            run.restore(self.optimizer, model, step)
         self.model = torch.compile(model) if settings.compile else model
         self.step_tokens = settings.global_batch_size * settings.sequence_length
         say(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
@@ -129,7 +138,7 @@ class Training:
                 rows[-1] |= self.evaluate()
             run.write_settings(settings, rows)
             if not run.has_steps():
-                run.save(self.step, self.raw_model, self.optimizer, self.tokens, settings.keep)
+                self.save()
             stopped = False
             while self.step < settings.max_iters and not stopped:
                 row, stopped = self.update(signals)
@@ -138,17 +147,14 @@ class Training:
                 run.append(row)
                 if self.step % settings.log_every == 0 or self.step == settings.max_iters:
                     self.tell(row)
-                is_best = "val_loss" in row and run.best().get("step") == self.step
-                is_kept = settings.keep != "last" and (is_best or self.step & (self.step - 1) == 0)
-                is_last = stopped or self.step == settings.max_iters
-                if is_last or is_kept or self.step % settings.save_every == 0:
-                    run.save(self.step, self.raw_model, self.optimizer, self.tokens, settings.keep)
+                if stopped or self.is_to_save(row):
+                    self.save()
                 if "val_loss" in row:
                     run.draw_loss()
         run.draw_loss()
         if best := run.best():
             say(f"lowest held-out loss: {best['val_loss']:.4f}, of step {best['step']}")
-        hint = "--resume continues, and a larger --max-iters stretches the schedule"
+        hint = "the same command goes on, and a larger --max-iters stretches the schedule"
         say(f"{run.folder} is at step {self.step} of {settings.max_iters}; {hint}")
         runtime.gathered()  # ranks end together
 
@@ -186,6 +192,18 @@ class Training:
     def is_due(self):
         """Whether the step is to be evaluated."""
         return self.step % self.settings.eval_every == 0 or self.step == self.settings.max_iters
+
+    def is_to_save(self, row):
+        """Whether the step is the last, one to resume from, or kept: a power of 2, or the best."""
+        settings = self.settings
+        if self.step == settings.max_iters or self.step % settings.save_every == 0:
+            return True
+        is_best = "val_loss" in row and self.run.best().get("step") == self.step
+        is_power = self.step & (self.step - 1) == 0
+        return settings.keep != "last" and (is_best or is_power)
+
+    def save(self) -> None:
+        self.run.save(self.step, self.raw_model, self.optimizer, self.tokens, self.settings.keep)
 
     def evaluate(self):
         """The held-out loss and, if tracked, sinks, as columns; prints a sample."""
@@ -263,13 +281,13 @@ def make_optimizer(model, settings: Settings):
     return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
 
 
-def resumed(settings: Settings):
-    """The settings of the run to resume, if any: the defaults of the command line's flags."""
-    return runs.Run(settings.out).settings(Settings) if settings.resume else None
+def begun(out):
+    """The settings that the run in a folder began with; None if there is no run."""
+    return runs.Run(out).settings(Settings)
 
 
 COMMANDS = {
-    "": Command(train, Settings(), resumed),
+    "": Command(train, Settings(), begun),
     "sample": Command(sample, SampleSettings()),
     "eval": Command(evaluate, EvalSettings()),
 }

@@ -35,7 +35,7 @@ class Command(NamedTuple):
 
     function: Callable
     defaults: object  # the settings of an empty command line
-    resumed: Callable | None = None  # of train.py: settings -> those of the run that they resume
+    begun: Callable | None = None  # of train.py: the settings that the run in a folder began with, or None
 
 
 @dataclasses.dataclass
@@ -89,23 +89,30 @@ def read_command(commands, words, document):
             sys.exit(0)
     if name not in commands:
         raise UserError(f"name a subcommand: {', '.join(subcommands)}")
-    command = commands[name]
-    if command.resumed is None:
-        return command.function, read_flags(command.defaults, words, document, name)
-    defaults, flags = read_config(command.defaults, words)
-    settings = read_flags(defaults, flags, document)
-    begun = command.resumed(settings)
-    if begun is not None:  # the same words, with other defaults
-        defaults = begun
-        settings = read_flags(read_config(begun, words)[0], flags, document)
-    return command.function, settings, defaults
+    function, defaults, begun = commands[name]
+    if begun is None:
+        return function, read_flags(defaults, words, document, name)
+    defaults, words = run_defaults(defaults, begun, words)
+    return function, read_flags(defaults, words, document, name), defaults
 
 
-def read_config(defaults, words):
-    """`defaults`, changed by the config file if `words` begin with one, and the other words."""
+def run_defaults(defaults, begun, words):
+    """What the flags of train.py default to, and the flags.
+
+    These are `defaults`, or with --resume what the run in --out began with; a config file, if `words` begin
+    with one, changes them.
+    """
+    path, values = "command line", {}
     if words and words[0].endswith(".py"):
-        return read_config_file(words[0], defaults), words[1:]
-    return defaults, words
+        path, *words = words
+        values = read_config_file(path, defaults)
+    if "--resume" in words or ("--no-resume" not in words and values.get("resume")):
+        out = values.get("out", defaults.out)
+        for place, word in enumerate(words):
+            if word.partition("=")[0] == "--out":
+                out = word.partition("=")[2] or "".join(words[place + 1 : place + 2])
+        defaults = begun(os.path.expanduser(out)) or defaults
+    return from_values(type(defaults), vars(defaults) | values, path), words
 
 
 def read_flags(defaults, words, document, name=""):
@@ -131,7 +138,7 @@ def read_flags(defaults, words, document, name=""):
 
 
 def read_config_file(path, defaults):
-    """`defaults` with the settings of a config file, Python lines NAME = VALUE."""
+    """The settings in a config file, Python lines NAME = VALUE, by name; UserError for unknown ones."""
     if not os.path.exists(path):
         folders = (Path(path).parent, Path(__file__).parents[1] / "configs")
         check_choice(path, [str(file) for folder in folders for file in folder.glob("*.py")], "config file")
@@ -139,11 +146,12 @@ def read_config_file(path, defaults):
         names = runpy.run_path(path)
     except Exception as error:  # the file is the user's own code, and may fail in any way
         raise UserError(f"cannot run config file {path!r}: {type(error).__name__}: {error}") from None
-    values = vars(defaults).copy()
+    values = {}
     for name, value in names.items():
         if not name.startswith("_") and not isinstance(value, types.ModuleType):
             values[name] = value
-    return from_values(type(defaults), values, path)
+    from_values(type(defaults), vars(defaults) | values, path)
+    return values
 
 
 def from_values(kind, values, place):

@@ -25,7 +25,7 @@ from sources.inputs import check_tokenizer
 OPTIMIZER = "optimizer.safetensors"  # of a step that can be resumed; its metadata name the data set
 SIZES = ("num_layers", "num_heads", "d_model", "d_ff")  # of a preset; settings may change them
 OF_BIRTH = {"model", "seed", "embedding_seed", "init", *SIZES}  # settings that --init-from takes the place of
-# Settings that may change with --resume. A new max_iters also changes the schedule of the learning rate.
+# Settings that may change when a run goes on. A new max_iters also changes the learning rate's schedule.
 MAY_CHANGE = {"device", "log_every", "eval_every", "eval_sequences", "track_sinks", "save_every", "compile"}
 MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
 
@@ -45,7 +45,7 @@ class Run:
         return any(self.folder.glob("step_*"))
 
     def settings(self, kind):
-        """The settings that the run was started with, to resume it; None if there are none."""
+        """The settings that the run began with, to go on with it; None if there are none."""
         if not self.settings_file.exists():
             return None
         begun = from_values(kind, read_json(self.settings_file), self.settings_file)
@@ -175,36 +175,37 @@ def listening_for_signals():
             signal.signal(number, handler)
 
 
-def completed(settings, defaults):
-    """The settings that a run begins with, or goes on with; UserError for settings that do not go together.
-
-    A value that equals its default counts as not given.
-    """
-    kind = type(settings)
-    run = Run(settings.out)
-    values = asdict(settings)
-    given = {name: value for name, value in values.items() if value != getattr(defaults, name)}
-    begun = run.settings(kind) if settings.resume else None
-    if run.has_steps() and begun is None:
-        raise UserError(f"{run.folder} holds a run: --resume and settings.json continue it; or change --out")
-    if begun is not None:
-        for name in given.keys() - MAY_CHANGE:
-            if given[name] != getattr(begun, name):
-                was = f"{flag(name)} {getattr(begun, name)}"
-                raise UserError(f"{run.folder} was started with {was}: resume with the same")
-        return replace(begun, **given)
-    if settings.resume:
-        if values == asdict(kind()) | {name: values[name] for name in MAY_CHANGE}:
-            raise UserError(f"no run in {run.folder} to resume: check --out, or start one without --resume")
-        say(f"no run in {run.folder} to resume: starting it")
+def start_settings(settings, config):
+    """The settings of a new run, of which a config file gives `config`; UserError for a contradiction."""
+    if settings.resume and not changed(settings, type(settings)()) - MAY_CHANGE:
+        raise UserError(f"no run in {settings.out} to resume: check --out, or start one without --resume")
     if settings.init_from:
-        for name in sorted(OF_BIRTH & given.keys()):
+        for name in sorted(changed(settings, config) & OF_BIRTH):
             raise UserError(f"{flag(name)}: {settings.init_from} sets it; leave one out")
-        if settings.model != kind().model:
-            say(f"the config file's model {settings.model} is ignored: --init-from {settings.init_from}")
+        if config.model != type(settings)().model:
+            say(f"the config file's model {config.model} is ignored: --init-from {settings.init_from}")
     if settings.warmup_iters is None:
         settings = replace(settings, warmup_iters=min(100, settings.max_iters // 6))
     return settings
+
+
+def resume_settings(settings, run: Run):
+    """The settings that a run goes on with; UserError, naming it, for one that may not change."""
+    begun = run.settings(type(settings))
+    if begun is None:
+        raise UserError(f"{run.folder} holds a run without its settings.json: change --out")
+    for name in ("warmup_iters", "dtype"):  # None: what the run settled on
+        if getattr(settings, name) is None:
+            settings = replace(settings, **{name: getattr(begun, name)})
+    for name in sorted(changed(settings, begun) - MAY_CHANGE):
+        was = f"{flag(name)} {getattr(begun, name)}"
+        raise UserError(f"{run.folder} holds a run, started with {was}: go on with that, or change --out")
+    return settings
+
+
+def changed(settings, others):
+    """The names of the settings that differ from others."""
+    return {name for name, value in asdict(settings).items() if value != getattr(others, name)}
 
 
 def flag(name):

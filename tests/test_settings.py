@@ -29,13 +29,13 @@ def rate(settings: Settings) -> None:
     """Measure the rate."""
 
 
-def train(settings: Settings, defaults: Settings) -> None:
+def train(settings: Settings, config: Settings) -> None:
     """Train, from a config file, too."""
 
 
-def begun(settings: Settings):
+def begun(out):
     """The settings of a run that may be resumed."""
-    return Settings(steps=7, name="begun", resume=True) if settings.resume else None
+    return Settings(steps=7, name="begun", resume=True) if out == "there" else None
 
 
 def compare(settings: RunSettings) -> None:
@@ -74,11 +74,19 @@ def test_config_file_then_flags(tmp_path):
     assert read_command(commands, [str(config)], "?") == (train, file, file)
     words = [str(config), "--steps", "9", "--seed", "1"]
     assert read_command(commands, words, "?") == (train, replace(file, steps=9, seed=(1,)), file)
-    # A run that is resumed reads the same words with its own settings as defaults.
-    ours = begun(Settings(resume=True))
-    resumed = read_command(commands, ["--resume", "--steps", "100"], "?")
-    assert resumed == (train, replace(ours, steps=100), ours)
-    assert read_command(commands, [str(config), "--resume"], "?") == (train, replace(file, resume=True), ours)
+    # A run that is resumed has its own settings as defaults.
+    ours = begun("there")
+    for words in (["--out", "there"], ["--out=there"]):
+        resumed = read_command(commands, ["--resume", *words, "--steps", "100"], "?")
+        assert resumed == (train, replace(ours, steps=100, out="there"), ours)
+    words = [str(config), "--resume", "--out", "there"]
+    changed = replace(file, resume=True)
+    assert read_command(commands, words, "?") == (train, replace(changed, out="there"), changed)
+    assert read_command(commands, ["--resume"], "?") == (
+        train,
+        Settings(resume=True),
+        Settings(),
+    )  # no run is there
 
 
 def test_subcommands():

@@ -127,7 +127,7 @@ def test_two_processes_and_then_one(tokens, tmp_path):
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     done = run_script(*torchrun, "train.py", config_file(two, tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("starting it") == done.stdout.count("step 12: held-out loss") == 1
+    assert done.stdout.count(": a new run") == done.stdout.count("step 12: held-out loss") == 1
     train.train(one)
     for settings in (one, two):
         train.train(replace(settings, resume=True, max_iters=20))
@@ -185,7 +185,7 @@ def test_the_default_data_set_is_prepared_on_first_use(tmp_path, monkeypatch, ca
 
 def test_configs():
     for path in (ROOT / "configs").glob("*.py"):
-        settings = read_config_file(str(path), train.Settings())
+        settings = train.Settings(**read_config_file(str(path), train.Settings()))
         assert settings.sequence_length <= PRESETS[settings.model].context_length
         assert settings.out == f"runs/{path.stem}"
 
@@ -318,7 +318,7 @@ def test_some_settings_may_change(copied, tmp_path):
     [
         (["--resume", "--keep", "last"], ["--keep powers"]),  # it would remove what was to be kept
         (["--resume", "--max-iters", 1], ["--max-iters 1", "is at step"]),
-        ([], ["holds a run", "--resume"]),
+        ([], ["holds a run, started with --", "go on with that, or change --out"]),
     ],
 )
 def test_a_run_is_left_as_it_is(stopped, words, expected):
@@ -342,13 +342,13 @@ def test_resuming_where_there_is_no_run(tokens, whole, stopped, tmp_path):
         assert_refused(refused, f"no run in {folder}")
     assert not (tmp_path / "typo").exists()
     done = run_here("train.py", config_file(small(tokens, tmp_path / "a"), tmp_path), "--resume")
-    assert done.returncode == 0 and f"no run in {tmp_path / 'a'} to resume: starting it" in done.stdout
+    assert done.returncode == 0 and f"{tmp_path / 'a'}: a new run" in done.stdout
     assert same_bits(tmp_path / "a", whole)
 
 
 def test_settings_from_python(copied, stopped, tokens, tmp_path):
     begun = json.loads((stopped / "settings.json").read_text())
-    train.train(train.Settings(out=str(copied), resume=True, max_iters=6))
+    train.train(replace(Run(copied).settings(train.Settings), max_iters=6))
     now = json.loads((copied / "settings.json").read_text())
     assert now == begun | {"max_iters": 6, "out": str(copied), "resume": True}
     with pytest.raises(UserError, match="settings: Expected"):
@@ -379,7 +379,7 @@ def test_what_a_killed_run_did_not_come_to_is_done(copied, stopped):
     first, *_, last = checkpoint.steps(copied)
     shutil.copy(last / "optimizer.safetensors", first)
     (copied / "loss.png").unlink()
-    train.train(train.Settings(out=str(copied), resume=True))
+    train.train(Run(copied).settings(train.Settings))
     assert kill_training.contents(copied).keys() == kill_training.contents(stopped).keys()
 
 
