@@ -5,6 +5,7 @@ Nothing is known by its name: a pass over a few tokens is watched.
 
 import contextlib
 import inspect
+import itertools
 from functools import partial
 from typing import NamedTuple
 
@@ -44,10 +45,12 @@ def find_blocks(model, tokens):
     with register_module_forward_hook(note):
         model(input_ids=tokens, use_cache=False, return_dict=True)
     lists = {name: part for name, part in model.named_modules() if isinstance(part, nn.ModuleList)}
-    outer = [lists[name] for name in lists if not any(name.startswith(f"{other}.") for other in lists)]
-    called = [[block for block in blocks if block in returned] for blocks in outer]
-    kinds = {type(block) for block in max(called, key=len, default=())}
-    blocks = [block for some in called for block in some if type(block) in kinds]
+    called = []  # of each list that is in no other one, the blocks that were called
+    for name, part in lists.items():
+        if not name.startswith(tuple(f"{other}." for other in lists)):
+            called.append([block for block in part if block in returned])
+    kinds = set(map(type, max(called, key=len, default=())))
+    blocks = [block for block in itertools.chain(*called) if type(block) in kinds]
     for part in model.modules():  # the outermost first
         is_trunk = part is not model and hasattr(returned.get(part), "last_hidden_state")
         if blocks and is_trunk and set(blocks) <= set(part.modules()):

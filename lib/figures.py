@@ -65,11 +65,11 @@ def curves(points, path, title, *, x, y, series, panel="", theories=(), band="",
             axes.set_title(f"{panel.replace('_', ' ')}: {name}", fontsize=10)
         for label, line in lines_of(points, series):
             line = [point for point in line if not panel or point[panel] == value]
-            places = [point[x] for point in line]
-            heights = np.array([point[y] for point in line])
+            places = column(line, x)
+            heights = np.array(column(line, y))
             (curve,) = axes.plot(places, heights, style, label=label)
             if band:
-                width = np.array([point[band] for point in line])
+                width = np.array(column(line, band))
                 ends = (heights - width, heights + width)
                 axes.fill_between(places, *ends, color=curve.get_color(), alpha=0.15, lw=0)
             for key, dash in zip(theories, DASHES):
@@ -78,7 +78,7 @@ def curves(points, path, title, *, x, y, series, panel="", theories=(), band="",
                     marker = "_" if len(theory) == 1 else ""  # a point has no line
                     axes.plot(*zip(*theory), color="black", ls=dash, lw=1.1, marker=marker, ms=18, zorder=3)
         for name, key in (("x", x), ("y", y)):
-            if name in log and max(point[key] for point in points) > 0:
+            if name in log and max(column(points, key)) > 0:
                 axes.set(**{f"{name}scale": "log"})
         if x in ("layer", "step") and "x" not in log:
             axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -99,16 +99,21 @@ def lines_of(points, series):
 
 def unique(points, key):
     """The distinct values of a key, in the points' order."""
-    return list(dict.fromkeys(point[key] for point in points))
+    return list(dict.fromkeys(column(points, key)))
+
+
+def column(points, key):
+    """The values of a key."""
+    return [point[key] for point in points]
 
 
 def draw_preferences(path, rows, tokens, dimensions) -> None:
     """Draw BB Figures 1a and 10, a column for each of the first six rows, beside uniform draws."""
     question = "Which tokens does a newborn predict, and which dimensions lead? (dashed: uniform draws)"
     figure, grid = new_figure(question, 3, min(6, len(rows)), width=3.6, height=2.7, sharey="row")
-    names = short_names([row["model"] for row in rows])
-    for name, row, of_tokens, of_dimensions, column in zip(names, rows, tokens, dimensions, grid.T):
-        by_rank, by_token, by_dimension = column
+    names = short_names(column(rows, "model"))
+    for name, row, of_tokens, of_dimensions, panels in zip(names, rows, tokens, dimensions, grid.T):
+        by_rank, by_token, by_dimension = panels
         by_rank.set_title(f"{name}\nseed {row['seed']}, {row['sequence_length']} tokens", fontsize=10)
         percent = 100 / row["num_sequences"]
         counts, uniform = of_tokens

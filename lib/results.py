@@ -116,10 +116,11 @@ def mean_over_seeds(samples, measured, theories=()):
         groups.setdefault(key, []).append(sample)
     rows = []
     for group in groups.values():
-        values = {name: np.array([sample[name] for sample in group]) for name in measured}
-        row = group[0] | {name: float(value.mean()) for name, value in values.items()}
+        row = dict(group[0])
         row.pop("seed", None)
-        rows.append(row | {"seed_std": float(values[measured[0]].std())})
+        for name in measured:
+            row[name] = float(np.mean([sample[name] for sample in group]))
+        rows.append(row | {"seed_std": float(np.std([sample[measured[0]] for sample in group]))})
     return rows
 
 

@@ -2,13 +2,13 @@
 
 import numpy as np
 
-from lib.figures import curves, new_figure, save_figure, short_names
+from lib.figures import column, curves, new_figure, save_figure, short_names
 
 
 def draw_heads(path, title, rows, key, columns=None) -> None:
     """Draw the attention row[key], (L, H), in a panel for each row of the first length."""
     rows = [row for row in rows if row["sequence_length"] == rows[0]["sequence_length"]]
-    names = short_names([row["checkpoint"] for row in rows])
+    names = short_names(column(rows, "checkpoint"))
     columns = columns or len(rows)
     figure, grid = new_figure(title, len(rows) // columns, columns, height=3)
     for axes, name, row in zip(grid.flat, names, rows):

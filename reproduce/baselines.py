@@ -76,9 +76,11 @@ def invariant_maps(model, n):
     for layer in reversed(range(model.config.num_layers)[-2:]):
         q, k, v, o = (layer_weight(model, layer, f"self_attn.{kind}") for kind in "qkvo")
         up, down = (layer_weight(model, layer, f"mlp.{kind}") for kind in ("up", "down"))
-        k, v = (weight.unflatten(0, (model.config.kv_heads, -1)) for weight in (k, v))  # (G, Dh, d) each
+        k = k.unflatten(0, (model.config.kv_heads, -1))  # (G, Dh, d)
+        v = v.unflatten(0, (model.config.kv_heads, -1))
         times = model.config.num_heads // model.config.kv_heads  # that heads share them
-        k, v = (weight.repeat_interleave(times, 0).flatten(0, 1) for weight in (k, v))  # (H Dh, d)
+        k = k.repeat_interleave(times, 0).flatten(0, 1)  # (H Dh, d)
+        v = v.repeat_interleave(times, 0).flatten(0, 1)
         for M in (q.T @ k, v.T @ o.T, up.T @ down.T):  # (d, d), of stored matrices
             x = X @ M @ X.T  # (n, n)
             yield x - x.mean()

@@ -13,7 +13,7 @@ import torch
 from scipy.stats import binomtest, norm
 
 from init import SCHEMES, newborn
-from lib.figures import curves
+from lib.figures import column, curves
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
@@ -83,9 +83,9 @@ def p_of_states(model, scheme, inputs, settings: Settings, experiment):
         outputs.append(last_outputs(born, born.config.vocab_size, reading))
     tests = [paper_test(a, b) for a, b in itertools.combinations(outputs, 2)]
     return {
-        "t-test": [test["paper_t_p"] for test in tests],
-        "U-test": [test["paper_u_p"] for test in tests],
-        "closed form": [norm.sf(test["closed_form_z"]) for test in tests],
+        "t-test": column(tests, "paper_t_p"),
+        "U-test": column(tests, "paper_u_p"),
+        "closed form": norm.sf(column(tests, "closed_form_z")),
     }
 
 

@@ -68,8 +68,10 @@ def intervene(settings: InterveneSettings):
     columns += ("alpha_k_firing", "alpha_k_off")
     result = experiment.save(rows, columns, points=points, builders=builders)
     most = max(settings.factor)
-    shown = [point | {"changed in layer": point["changed"]} for point in points]
-    shown = [point for point in shown if point["factor"] in (None, most)]
+    shown = []
+    for point in points:
+        if point["factor"] in (None, most):
+            shown.append(point | {"changed in layer": point["changed"]})
     question = f"Where the first builder is active at position {k}, is that a sink? (a point per sequence; "
     question += f"a factor of {most:g} in all layers can break a model: attention rises anyhow)"
     keys = {"x": "activation", "y": "alpha_k", "series": "intervention", "panel": "changed in layer"}
@@ -187,13 +189,15 @@ def sets_of_units(settings: TextSettings, activity, builders):
     """
     count = len(builders)
     sizes = [2**power for power in range(count.bit_length()) if 2**power < count] + [count]
-    downs = [activity.model.down(layer).float() for layer in range(1, len(activity.state))]  # (d, d_ff) each
-    norms = pad_sequence([down.norm(dim=0).cpu() for down in downs], batch_first=True)  # (L, d_ff)
+    norms = []  # of neurons' down weights, by layer
+    for layer in range(1, len(activity.state)):
+        norms.append(activity.model.down(layer).float().norm(dim=0).cpu())  # (d_ff,)
+    norms = pad_sequence(norms, batch_first=True)  # (L, d_ff)
     elsewhere = ranked(activity.elsewhere * norms, 2 * count)
     generator = keyed_generator("silence", settings.input_seed)  # results were drawn by this name
     drawn = []
     for layer, _ in builders:
-        num_units = downs[layer - 1].shape[1]
+        num_units = activity.model.down(layer).shape[1]
         others = [(layer, unit) for unit in range(num_units) if (layer, unit) not in builders + drawn]
         if others:
             drawn.append(others[generator.integers(len(others))])

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import tyro
 
 from init import newborn
-from lib.figures import curves
+from lib.figures import column, curves
 from lib.random import keyed_generator
 from lib.results import Experiment
 from lib.runtime import progress
@@ -57,7 +57,7 @@ def robustness(settings: Settings):
     question = "Do two models share neurons? Related ones at all depths, others near the output"
     labels = {"xlabel": "depth (0: input, 1: output)", "ylabel": "% of a layer's neurons matched"}
     path = experiment.folder / "robustness.png"
-    more = {key: [detail[key] for detail in details] for key in ("layers", "layer_map")}
+    more = {"layers": column(details, "layers"), "layer_map": column(details, "layer_map")}
     files = [path for spec in specs for path in (Path(spec.name), spec.place) if path and path.is_file()]
     columns = ("base", "suspect", "kind", "verdict", "units_found", "units", "r", "distance", "body_z")
     result = experiment.save(rows, columns, sha256={file.name: sha256(file) for file in files}, **more)

@@ -18,7 +18,7 @@ import torch
 import tyro
 
 from lib import runtime
-from lib.figures import curves
+from lib.figures import column, curves
 from lib.files import read_json
 from lib.results import Experiment
 from lib.settings import Command, OutputSettings, UserError, run_script
@@ -74,7 +74,7 @@ def text(settings: NotedSettings):
     columns = ("config", "calibration", "seed", "step", "val_loss", "text_loss", "sink_rate", "disparity")
     result = experiment.save(rows, columns, runs, runs=runs)
     points = [row for row in rows if row["config"] == CONFIG and row["bos_first"]]
-    last = max([row["step"] for row in points], default=0)
+    last = max(column(points, "step"), default=0)
     ends = [row for row in points if row["step"] == last and row["sequence_length"] <= 128]
     ends.sort(key=lambda row: row["sequence_length"])
     question = "Which calibration ends sinks on text, and what does it cost? (a dot per seed)"
@@ -155,8 +155,8 @@ def links_of(model, tokens, sink, builders):
         "builders": torch.stack(at_1).abs().mean().item(),
         "dimension": activity.state[sink["layer"], sink["dimension"]].abs().item(),
         "disparity": activity.disparity[sink["layer"]].item(),
-        "norm_ratio": torch.stack([link["norm_ratio"] for link in links.values()]).mean().item(),
-        "value_ratio": torch.stack([link["value_ratio"] for link in links.values()]).mean().item(),
+        "norm_ratio": torch.stack(column(links.values(), "norm_ratio")).mean().item(),
+        "value_ratio": torch.stack(column(links.values(), "value_ratio")).mean().item(),
         "key_alignment": torch.stack(alignments).mean().item(),
         "alpha1": alpha[:, sink_layers - 1, heads].mean().item(),
         "sink_rate": found["sink_rate"],
@@ -180,7 +180,7 @@ def birth(settings: NotedSettings):
 
 def half_way(steps, link):
     """The step from which a link stays beyond half of its change; None if it never does."""
-    values = np.array([step[link] for step in steps])
+    values = np.array(column(steps, link))
     is_beyond = abs(values - values[-1]) < abs(values - values[0])
     stays = np.logical_and.accumulate(is_beyond[::-1])[::-1]
     return steps[stays.argmax()]["step"] if stays.any() else None

@@ -77,7 +77,10 @@ def places_of(source):
 
 def pieces(places):
     """The pieces of places, in order: (text, not empty; whether it begins a document)."""
-    return filter(lambda piece: piece[0], itertools.chain.from_iterable(map(pieces_of, places)))
+    for place in places:
+        for text, begins in pieces_of(place):
+            if text:
+                yield text, begins
 
 
 def pieces_of(name):
@@ -91,8 +94,14 @@ def pieces_of(name):
     else:  # the standard library, without packages installed in its folder
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
         files = [file for file in files if not {"site-packages", "dist-packages"} & set(file.parts)]
-    codes = (file.read_text("utf-8-sig", "replace") for file in files)
-    return ((docstrings(code) if name == "docstrings" else code, True) for code in codes)
+    return python_texts(name, files)
+
+
+def python_texts(name, files):
+    """Yield the code in Python files, or the docstrings in it, each a document."""
+    for file in files:
+        code = file.read_text("utf-8-sig", "replace")
+        yield (docstrings(code) if name == "docstrings" else code), True
 
 
 def text_files(name):
@@ -100,8 +109,9 @@ def text_files(name):
     files = []
     for path in sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]:
         if path.is_dir():
-            inside = [file for file in sorted(path.rglob("*")) if file.is_file()]
-            files += [file for file in inside if "/." not in f"/{file.relative_to(path).as_posix()}"]
+            for file in sorted(path.rglob("*")):
+                if file.is_file() and "/." not in f"/{file.relative_to(path).as_posix()}":
+                    files.append(file)
         else:
             files.append(path)
     return [file for file in files if file.suffix.lower() in TEXT]
@@ -115,7 +125,8 @@ def package_files():
         for file in folder.rglob("*.py"):
             if file.name not in ("version.py", "__config__.py") and file.stat().st_size <= 200_000:  # bytes
                 files[file.relative_to(folder.parent).as_posix()] = file
-    return [files[name] for name in sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())]
+    shuffled = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
+    return list(map(files.get, shuffled))
 
 
 def read(file):
@@ -183,8 +194,12 @@ def default_folder(source, tokenizer):
 
 def stamps_of(source):
     """The size in bytes and the time of change, in ns, of each file of a source that is there."""
-    files = [file for name in source if name not in NAMES for file in text_files(name) if file.exists()]
-    return {str(file): [file.stat().st_size, file.stat().st_mtime_ns] for file in files}
+    stamps = {}
+    for name in source:
+        for file in text_files(name) if name not in NAMES else ():
+            if file.exists():
+                stamps[str(file)] = [file.stat().st_size, file.stat().st_mtime_ns]
+    return stamps
 
 
 def open_data(settings, is_new):
@@ -201,7 +216,8 @@ def open_data(settings, is_new):
     if is_new and settings.data is None and tokens.meta.files != stamps_of(settings.source):
         ways = f"remove it to prepare it anew, or read it as it is with --data {folder}"
         raise UserError(f"{folder} was made before its source, {' '.join(settings.source)}, changed: {ways}")
-    count, held_out = [tokens.num_windows(split, settings.sequence_length) for split in ("train", "val")]
+    count = tokens.num_windows("train", settings.sequence_length)
+    held_out = tokens.num_windows("val", settings.sequence_length)
     epochs = settings.max_iters * settings.global_batch_size / count
     say(f"{folder}: {tokens.meta.tokens['train']:,} training tokens, {tokens.meta.fingerprint[:12]}")
     say(f"{settings.max_iters:,} steps are {epochs:.3g} epochs")

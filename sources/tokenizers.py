@@ -7,6 +7,7 @@ text, such as <|endoftext|>, is ordinary text.
 
 import functools
 import io
+import itertools
 import json
 import random
 import re
@@ -143,12 +144,12 @@ def json_tokenizer(path, content, rules):
         vocab_size = 1 + max(coder.get_vocab().values())
         special = {token.content for token in coder.get_added_tokens_decoder().values() if token.special}
     begins = encoding.special_tokens_mask[:1] == [1]
-    named = [rules.get(kind) for kind in ("bos_token", "eos_token")]
-    bos, eos = [token["content"] if isinstance(token, dict) else token for token in named]  # text, or None
+    bos = named_token(rules, "bos_token")
+    eos = named_token(rules, "eos_token")
     if bos is None and begins:
         bos = encoding.tokens[0]
     if eos is None:
-        eos = next((token for token in ENDS if token in special), None)
+        eos = next(filter(special.__contains__, ENDS), None)
 
     def encode(texts):
         try:
@@ -156,11 +157,10 @@ def json_tokenizer(path, content, rules):
         except Exception as error:  # its rules have no token for this text
             raise UserError(f"the tokenizer {path} cannot encode this text: {error}") from None
 
-    bos, eos = (None if token is None else coder.token_to_id(token) for token in (bos, eos))
-    bos = eos if bos is None else bos
+    eos = None if eos is None else coder.token_to_id(eos)
     return Tokenizer(
         vocab_size=vocab_size,
-        bos=bos,
+        bos=eos if bos is None else coder.token_to_id(bos),
         eos=eos,
         encode=encode,
         decode=functools.partial(coder.decode, skip_special_tokens=False),
@@ -172,15 +172,20 @@ def json_tokenizer(path, content, rules):
     )
 
 
+def named_token(rules, name):
+    """The text of a token that a tokenizer_config.json names; None if it does not."""
+    token = rules.get(name)
+    return token["content"] if isinstance(token, dict) else token
+
+
 def sentencepiece_tokenizer(name, model, adds_bos=False):
     """The tokenizer of a SentencePiece file's bytes."""
     with as_user_error(name):
         coder = sentencepiece.SentencePieceProcessor(model_proto=model)
-    bos, eos = (None if token == -1 else token for token in (coder.bos_id(), coder.eos_id()))
-    bos = eos if bos is None else bos
+    eos = None if coder.eos_id() == -1 else coder.eos_id()
     return Tokenizer(
         vocab_size=coder.vocab_size(),
-        bos=bos,
+        bos=eos if coder.bos_id() == -1 else coder.bos_id(),
         eos=eos,
         encode=coder.encode,
         decode=coder.decode,
@@ -217,8 +222,7 @@ def train_bpe(name, texts, sample=400_000):
     """The bytes of a SentencePiece file: `bpe:N`, trained on a random `sample` of the lines of `texts`."""
     generator = random.Random(0)  # always the same sample; SentencePiece's own is not
     lines = []
-    all_lines = (line for text in texts for line in text.splitlines() if line.strip())
-    for i, line in enumerate(all_lines):
+    for i, line in enumerate(filter(str.strip, itertools.chain.from_iterable(map(str.splitlines, texts)))):
         if i < sample:
             lines.append(line)
         elif (place := generator.randrange(i + 1)) < sample:

@@ -98,8 +98,10 @@ class GGUF:
             raise UserError(f"{path} is a part of a model: `llama-gguf-split --merge` joins them")
         own = f"{values['general.architecture']}."
         self.said = {key.removeprefix(own): values[key] for key in values if key.startswith(own)}
-        numbers = {key: value for key, value in self.said.items() if isinstance(value, int | float)}
-        self.config = {KEYS[key]: value for key, value in numbers.items() if key in KEYS}
+        self.config = {}
+        for key, value in self.said.items():
+            if key in KEYS and isinstance(value, int | float):
+                self.config[KEYS[key]] = value
         alignment = values.get("general.alignment", 32)
         start = -(-header.place // alignment) * alignment  # of the numbers
         names = hugging_face_names(values)

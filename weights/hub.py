@@ -33,10 +33,12 @@ def fetch(repo, revision=None, file=None, in_parts=False):
         try:
             commit, sizes = listing(repo, revision)
             names = chosen(repo, list(sizes), file)
-            parts = {name: sizes[name] for name in names if in_parts and name.endswith(IN_PARTS)}
+            whole, parts = {}, {}
+            for name in names:
+                is_read_in_parts = in_parts and name.endswith(IN_PARTS)
+                (parts if is_read_in_parts else whole)[name] = sizes[name]
             if None not in cached(repo, commit, parts):
-                parts = {}
-            whole = {name: sizes[name] for name in names if name not in parts}
+                whole, parts = whole | parts, {}
             folder = fetch_whole(repo, revision, commit, whole)
             if parts:
                 folder = fetch_parts(parts_folder(repo, commit), parts, folder)
