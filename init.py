@@ -8,10 +8,10 @@
 | an explicit sink's key                | N(0, 0.02^2)            | N(0, 0.02^2)                     |
 | all others, as norm gains             | what model.py writes    | what model.py writes             |
 
-Scheme `centered` (ours) draws as `gpt2` does, then subtracts each row's mean from the MLP down projections.
-This cures GPT-2's preference: a mean output that all neurons share then adds nothing to the stream
-(`contraction.py cure`). SwiGLU has no such mean. For your own scheme, add a name to `SCHEMES` and a line to
-`initial_value`.
+Scheme `centered` (ours) draws as `gpt2` does, then subtracts each row's mean from the MLP down projections W,
+so that W 1 = 0: what all neurons share, GELU's mean output, then adds nothing to the stream. This cures
+GPT-2's preference (`contraction.py cure`); SwiGLU has no such mean. For a scheme of your own, add a name to
+`SCHEMES` and a line to `initial_value`.
 
 A draw depends on (seed, parameter name, shape) alone: each parameter has a numpy Philox generator of its own,
 and is drawn on the CPU in float32, then scaled, moved and cast. So, with the pinned numpy, a seed gives the
@@ -21,7 +21,6 @@ same bits on any device and for any number of processes and threads.
 import math
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -70,12 +69,12 @@ def initial_value(config: ModelConfig, name, shape, seed, embedding_seed=None, s
 
 
 def without_numbers(config: ModelConfig) -> Transformer:
-    """A Transformer without the numbers that `initial_value` gives: these are on the meta device.
+    """A Transformer whose linear maps, embeddings and sinks' keys hold no numbers (device meta).
 
     All else is as its constructor writes it: gains of 1, a mask. UserError if a constructor draws.
     """
 
-    def on_meta(module, name, parameter):  # torch calls this for each parameter, as it gets its name
+    def on_meta(module, name, parameter):  # torch calls this as a module gets a parameter
         is_drawn = isinstance(module, nn.Linear | nn.Embedding) or name == "sink_key"
         if is_drawn and parameter is not None:
             return nn.Parameter(parameter.to("meta"), parameter.requires_grad)
@@ -84,34 +83,24 @@ def without_numbers(config: ModelConfig) -> Transformer:
     with register_module_parameter_registration_hook(on_meta):
         model = Transformer(config)
     if not torch.equal(before, torch.get_rng_state()):
-        torch.set_rng_state(before)
         hint = 'write a constant, or torch.empty(..., device="meta") for N(0, 0.02^2)'
         raise UserError(f"a constructor in model.py draws numbers, which no seed would give again: {hint}")
     return model
-
-
-def initial_weights(config: ModelConfig, seed, embedding_seed=None, scheme="gpt2"):
-    """By name, the shape of each parameter and a function that returns its initial value."""
-    found = {}
-    for name, parameter in without_numbers(config).named_parameters():
-        draw = partial(initial_value, config, name, parameter.shape, seed, embedding_seed, scheme)
-        found[name] = (tuple(parameter.shape), draw if parameter.is_meta else parameter.detach)
-    return found
 
 
 def newborn(model, seed, embedding_seed=None, scheme="gpt2", device="cpu", dtype=torch.float32):
     """An untrained model, from a preset's name or a ModelConfig, in eval mode; its blocks are in `dtype`."""
     config = PRESETS[model] if isinstance(model, str) else model
     built = without_numbers(config).cast_blocks(dtype)
-    parameters = {name: parameter for name, parameter in built.named_parameters() if parameter.is_meta}
+    drawn = {name: parameter for name, parameter in built.named_parameters() if parameter.is_meta}
 
     def draw(name):
-        value = initial_value(config, name, parameters[name].shape, seed, embedding_seed, scheme)
-        return value.to(device, parameters[name].dtype)
+        value = initial_value(config, name, drawn[name].shape, seed, embedding_seed, scheme)
+        return value.to(device, drawn[name].dtype, copy=True)  # into torch's own memory, which is aligned
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy releases the GIL
-        drawn = dict(zip(parameters, pool.map(draw, parameters)))
-    built.load_state_dict(drawn, strict=False, assign=True)
+        weights = dict(zip(drawn, pool.map(draw, drawn)))
+    built.load_state_dict(weights, strict=False, assign=True)
     return built.to(device).eval()
 
 

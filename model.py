@@ -91,7 +91,7 @@ class ModelConfig:
 
 
 GPT2 = {"norm": "layernorm", "mlp": "gelu", "tie_embeddings": True}  # with RoPE; only norms have biases
-PRESETS = {
+PRESETS = {  # vocabulary, context, layers, heads, d_model, d_ff
     "nano_gpt2": ModelConfig(50257, 1024, 12, 12, 768, 3072, **GPT2),  # BB Table 1a: 124M parameters
     "nano_llama": ModelConfig(32000, 2048, 12, 12, 768, 2048),  # BB Tables 1b and 13: 134M
     "nano_qwen": ModelConfig(151936, 2048, 12, 12, 768, 3072, qkv_bias=True),  # BB Tables 9-12: 347M
@@ -124,8 +124,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal softmax(q k^T / sqrt(Dh)) v, (B, H, T, Dh), of q (B, H, T, Dh), k and v (B, G, T, Dh).
 
-    q may be the last position alone. If there is one more key than queries, key 0 is an explicit sink's, and
-    all queries see it.
+    q may be the last position alone. If there is one more key than queries, key 0 is a learned sink that all
+    see.
     """
     if 1 < q.shape[2] < k.shape[2]:
         q = torch.cat((q[:, :, :1], q), dim=2)  # is_causal pairs a copy, which is dropped, with key 0
@@ -152,7 +152,12 @@ def mean_attention(q: Tensor, k: Tensor, sink_key: Tensor | None, positions) -> 
 
     Attention returns weighted means of values. With one-hot values these are the weights, and no T x T matrix
     is stored. Values are as wide as keys, so we ask for Dh positions at a time. An explicit sink has position
-    0; a position that no key has gets 0.
+    0; a position that no key has gets 0. For three tokens whose queries weigh the keys by
+
+        (1, 0, 0), (0.5, 0.5, 0), (0.2, 0.3, 0.5)
+
+    alpha_1 is (1 + 0.5 + 0.2) / 3 and alpha_2 (0.5 + 0.3) / 2. With positions (1, 2) the values of the three
+    keys are (1, 0), (0, 1) and (0, 0), so query 3 returns (0.2, 0.3).
     """
     keys = with_sink(sink_key, k)
     T, Dh = k.shape[2:]
@@ -281,7 +286,8 @@ class Transformer(nn.Module):
     def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None) -> Tensor:
         """Final-norm states (B, T, d), float32, of tokens (B, T) or of embeddings (B, T, d).
 
-        ValueError beyond the context. `last_only`: the last block computes the last position alone, (B, d).
+        ValueError beyond the context. `last_only`: the last block computes the last position alone, (B, d);
+        there hooks see x, heads and q of that position, T = 1.
         `on_state(layer, x)` sees the stream (B, T, d) before the first block (as layer 0) and after each.
         `on_heads(layer, heads, q, k, v, alpha)` sees the calibrated outputs of heads (B, H, T, Dh), rotated
         q and k, v, and `mean_attention` as a function of positions; a tensor that it returns replaces heads.

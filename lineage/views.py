@@ -1,7 +1,11 @@
 """What does a neuron read and write, as the tokens see it? (ours)
 
-A neuron's gate, up and down weights w each give a number for every token, E w, by the model's own embedding
-matrix E. These are its three *views*; without a gate it has two. Rotating the residual stream rotates E and
+A neuron's gate, up and down weights each give a number for every token t, by the row E_t of the model's own
+embedding matrix. These are its three *views*; without a gate it has two:
+
+    gate_t = W_gate E_t        up_t = W_up E_t        down_t = W_down^T E_t
+
+Rotating the residual stream rotates E and
 the weights alike, and changes no view. The centred rows of E are Q R: the d numbers R w say all but Q, which
 all neurons share. The neurons of all of a layer's experts are one layer's neurons.
 """

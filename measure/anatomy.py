@@ -1,7 +1,11 @@
 """What singles position 1 out, layer by layer? `sinks.py anatomy` follows the sinks paper's chain of causes.
 
-Attention averages, so aggregated values vary most at position 1. Neurons respond, and write to few dimensions
-(measure/units.py). Behind a norm the key is then nearly the same for any token, and heads find it.
+1. A head averages values. At position 1 there is only one, so what it writes varies most there: `std`.
+2. A few neurons answer to that, and fire at position 1 alone (measure/units.py).
+3. They write into one dimension of the stream, which outgrows the others: `norm`, `disparity`.
+4. Behind the next norm all first tokens then have nearly one key: `key_alignment`, the norm of the mean unit
+   key, is 1 if all agree (ours). Their values are short: `value_norm`.
+5. So queries find the position: `alpha`.
 """
 
 import math

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from init import initial_weights, newborn
+from init import initial_value, newborn, without_numbers
 from lib.files import read_json
 from lib.results import HUB_COMMITS
 from lib.settings import UserError, check_choice, closest
@@ -24,6 +24,7 @@ from weights.contents import Weights, open_weights
 from weights.files import folder_of, is_gguf
 from weights.gguf import INSTALL
 from weights.lazy import LazyTensor
+from weights.storage import in_memory
 
 NEWBORN = re.compile(r"([^/]+)@(\d{1,40})(?::(\d{1,40}))?")  # PRESET@SEED:EMBEDDING_SEED
 ON_HUB = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w.-]*))?(?:/(\w[\w.-]*\.gguf))?", re.ASCII)
@@ -130,8 +131,12 @@ class Checkpoint:
 def newborn_weights(config, seed, embedding_seed=None, scheme="gpt2") -> Weights:
     """The Weights of a newborn: each is drawn when it is read."""
     tensors = {}
-    for name, (shape, draw) in initial_weights(config, seed, embedding_seed, scheme).items():
-        tensors[name] = LazyTensor(shape, "F32", lambda part=(), draw=draw: draw()[part])
+    for name, parameter in without_numbers(config).named_parameters():
+        draw = functools.partial(initial_value, config, name, parameter.shape, seed, embedding_seed, scheme)
+        if parameter.is_meta:
+            tensors[name] = LazyTensor(tuple(parameter.shape), "F32", lambda part=(), draw=draw: draw()[part])
+        else:
+            tensors[name] = in_memory(parameter.detach())
     return Weights(tensors)
 
 
