@@ -14,7 +14,6 @@ from lib.results import Experiment
 from lib.runtime import progress, rank
 from lib.settings import Names, OutputSettings, UserError, at_least
 from lineage.evidence import equal_layers, is_copy, look, parts_looked_at, why_bare
-from lineage.family import draw_family
 from lineage.judge import COLUMNS, INCONCLUSIVE, VERDICTS, Pair, judge, row_of
 from lineage.layout import find_stacks
 from lineage.match import layers_to_read, likeliest_way, match_again, match_layers, tables_to_read
@@ -141,6 +140,8 @@ def compare(settings: CompareSettings):
 
 def matrix(settings: CompareSettings):
     """Which of several models share an initialization? All pairs, heat map, family tree (BB Table 4)."""
+    from lineage.family import draw_family  # matplotlib takes half a second to import
+
     models = [open_model(name, settings) for name in settings.models]
     experiment = Experiment("matrix", "BB Table 4", settings)
     pairs = progress([*itertools.combinations(models, 2)], desc="matrix", unit=" pairs")

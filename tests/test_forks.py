@@ -152,6 +152,49 @@ def test_sample_and_eval_of_a_strangers_folder(kind, tmp_path):
     assert found == {"loss": pytest.approx(loss, rel=1e-6), "windows": len(windows)}
 
 
+def test_code_in_a_folder_is_not_run(tmp_path, monkeypatch):
+    """Whatever the folder's files ask for; nor is the user asked whether it may."""
+    torch.manual_seed(0)
+    folder = tmp_path / "theirs"
+    transformers.AutoModelForCausalLM.from_config(STRANGERS["qwen2"]).save_pretrained(folder)
+    save_byte_tokenizer(folder, "<|endoftext|>")
+    code = "from pathlib import Path\nPath(__file__).with_name('it_ran').touch()\n"
+    code += "class Config: pass\nclass Model: pass\nclass Coder: pass\n"
+    names = {"AutoConfig": "theirs.Config", "AutoModelForCausalLM": "theirs.Model"}
+    names["AutoTokenizer"] = ["theirs.Coder", "theirs.Coder"]
+    for file in ("theirs.py", "configuration.py", "modeling.py", "setup.py", "__init__.py", "conftest.py"):
+        (folder / file).write_text(code)
+    for file in ("config.json", "tokenizer_config.json"):
+        path = folder / file
+        values = read_json(path) if path.exists() else {}
+        path.write_text(json.dumps(values | {"auto_map": names, "tokenizer_class": "Coder"}))
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("the user was asked"))
+    monkeypatch.chdir(folder)  # where an import would find it
+    (tmp_path / "text.txt").write_text("".join(TEXTS[:20]))
+    few = ("--num-sequences", 2, "--device", "cpu", "--out", tmp_path / "out")
+    commands = [
+        ("probe", "--model", folder, *few),
+        ("sinks", "--model", folder, "--sequence-length", 16, *few),
+        ("seedprint", "compare", folder, folder, "--out", tmp_path / "out"),
+        ("train", "sample", folder, "--tokens", 2, "--device", "cpu"),
+        (
+            "train",
+            "eval",
+            folder,
+            "--text",
+            tmp_path / "text.txt",
+            "--sequence-length",
+            16,
+            "--device",
+            "cpu",
+        ),
+    ]
+    for words in commands:
+        done = run_here(*words)
+        assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.rglob("it_ran"))
+
+
 @pytest.mark.parametrize("bos_first", [False, True])
 def test_eval_of_a_run_reads_all_held_out_windows(bos_first, tokens, tmp_path):
     run = trained(tokens, tmp_path / "run", bos_first=bos_first)

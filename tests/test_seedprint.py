@@ -247,7 +247,7 @@ def test_units_of_two_widths_can_be_compared(family, tmp_path):
 
 
 def test_a_figure_that_fails_costs_no_result(family, tmp_path, monkeypatch):
-    monkeypatch.setattr("lineage.compare.draw_family", lambda *_: 1 / 0)
+    monkeypatch.setattr("lineage.family.draw_family", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("matrix", family / "base", family / "child", out=tmp_path)
     assert read_json(tmp_path / "matrix.json")["rows"][0]["verdict"] == "same birth"
