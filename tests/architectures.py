@@ -3,7 +3,7 @@
     python tests/architectures.py                 # writes docs/architectures.md: five minutes
     python tests/architectures.py llama gpt2      # prints what is found of these, and writes nothing
 
-A model of each type is built with random weights, and read through `strangers/lens.py`. At 24 positions,
+A model of each type is built with random weights, and read through `hf/lens.py`. At 24 positions,
 beyond its window of 8, it is compared with itself as it is: each head's mean attention with its own eager
 weights, states with its `hidden_states`, a neuron at zero with the model whose weights of that unit are zero.
 At 7 positions a constant that is position 1's own key and value has to receive what position 1 receives.
