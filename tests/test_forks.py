@@ -97,10 +97,8 @@ def test_a_constructor_that_draws_is_refused(monkeypatch):
             self.alpha = nn.Parameter(torch.rand(()))
 
     monkeypatch.setitem(model.NORMS, "rmsnorm", Drawn)
-    state = torch.get_rng_state()
     with pytest.raises(UserError, match="a constructor in model.py draws numbers"):
         init.newborn("backcopy", 5)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_frozen_unused_and_scalar_parameters_train_save_and_resume(dyt, tokens, tmp_path):
