@@ -1,5 +1,9 @@
 """Why does a newborn prefer tokens? Because its states contract (BB section 4).
 
+States contract if the cosine between those of unrelated inputs grows with depth. Final states then have much
+in common, and so have predictions. An MLP adds what its neurons put out on average, which is the same for all
+inputs, so it brings states together. measure/theory.py predicts these cosines layer by layer.
+
     python contraction.py                        # both: 8 to 9 minutes (all times: one thread)
     python contraction.py layers --seed 42       # Figures 2 and 7: which sublayer contracts, layer by layer
 

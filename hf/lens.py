@@ -1,11 +1,11 @@
-"""What do the heads, the neurons and the stream of a stranger's language model do?
+"""What do the heads, the neurons and the stream of somebody else's language model do?
 
 `transformers` runs the model by its own code. A Lens looks through three openings that do not depend on
 names, and gives measures what `model.Transformer` gives them:
 
-- attention: a layer asks an AttentionInterface for the function that attends, and hands it its own.
-  `Pass.attend` stands between: it calls the layer's own, so that windows, soft caps, biases and learned sinks
-  stay as they are, for some queries and the keys that they see, masks too, and keeps the sums of the weights.
+- attention: each layer gets its attention function from AttentionInterface. `Pass.attend` intercepts that
+  call, runs the layer's own function on a few hundred queries at a time, and keeps only the column sums of
+  its weights. So windows, soft caps, biases and learned sinks are the model's own.
 - neurons: what enters a layer's widest linear maps onto the stream, outside the parts that mix
   positions. Stacked experts ask an ExpertsInterface.
 - the stream: what enters the first block, and what each block returns.

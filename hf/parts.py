@@ -106,8 +106,8 @@ def find_units(lens, tokens) -> None:
 def add_banks(lens, layer, maps, count, d) -> None:
     """Note the banks of a layer: those of its widest linear maps, and of stacked experts.
 
-    Where units are as many as the stream is wide, the maps that make them lead onto d numbers, too: of a part
-    the map that is called last is taken, and of several parts none.
+    If a layer has d neurons, its up and down projections have one shape. Then the last map that is called in
+    a submodule is taken for the down projection; with several submodules we cannot tell, and give up.
     """
     widest = max([x.shape[-1] for module, x, *_ in maps if is_linear(module)], default=0)
     last = {part: module for module, x, _, part in maps if is_linear(module) and x.shape[-1] == widest}

@@ -48,8 +48,9 @@ def summed_cross_entropy(states, head, targets):
 class CrossEntropy(torch.autograd.Function):
     """F.cross_entropy(F.linear(states, head).float(), targets, reduction="sum"), in less memory.
 
-    That holds n V logits three times. Here a chunk's logits give the loss and both gradients, which the
-    backward pass only scales, and are dropped. Products are in autocast's dtype, sums in float32 at least.
+    PyTorch's holds the (n, V) logits three times. Here the forward pass computes loss and gradients chunk by
+    chunk, and drops the logits; the backward pass only multiplies by the incoming gradient. Products are in
+    autocast's dtype, sums in float32 at least.
     """
 
     @staticmethod

@@ -56,8 +56,9 @@ class Model:
 def compare_models(base: Model, suspect: Model, settings: CompareSettings):
     """The row of two checkpoints (verdict, sentence, numbers), and for figures its `layers` and `layer_map`.
 
-    Each stack that may be the language model counts by the one of the other checkpoint that it is closest to.
-    Where these disagree, nothing is concluded. Other parts are compared by their bits, and named.
+    Every stack of one that may be its language model is compared with every such stack of the other, and
+    keeps its best verdict. If these differ, the answer is inconclusive. Other parts are compared by their
+    bits, and named.
     """
     models = [[stack for stack in model.stacks if stack.may_be_model] for model in (base, suspect)]
     pairs = [compare_stacks(*stacks, base, suspect, settings) for stacks in itertools.product(*models)]

@@ -62,9 +62,10 @@ def why_bare(stack):
 
 
 def equal_layers(base, suspect):
-    """By the suspect's layer, from 1, the base's whose matrices, or all of whose MLPs, begin as its own do.
+    """{suspect's layer: base's layer of the same bits}, from 1; and whether any matrix is equal.
 
-    And is any matrix equal? What stands in several layers of the base, as a formula gives it, tells nothing.
+    All matrices of the two layers, or all of their MLPs, begin with the same numbers. What stands in several
+    layers of the base, as a formula gives it, tells nothing.
     """
     counts = Counter(digest for layer in digests_of(base) for digest in {*layer.values()})
     places = {}

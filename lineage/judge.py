@@ -52,7 +52,7 @@ class Row:
     found: int | None = None  # neurons matched
     units: int | None = None  # that could be: those read that live, in the layer with fewer
     r: float | None = None  # the median strength of those matched, or the least correlation of its matrices
-    by_chance: int | None = None  # matched where one model's tokens are permuted: this pair's own null
+    by_chance: int | None = None  # matched after the basis is permuted: this pair's own null
     in_place: int = 0  # of those matched: they stand where they stood
     distance: float | None = None  # of its matrices from their namesakes: 0 of a copy
     is_beyond_chance: bool = False  # the count

@@ -95,8 +95,11 @@ class Stack:
 def find_stacks(source, model=""):
     """The Stacks of a checkpoint, the larger first; UserError for packed weights alone.
 
-    The language model may be any that has MLPs, if some have, a tenth of the largest one's size, and reads
-    tokens, or may; or is as large as those that do. A draft, of one layer beside several, is none.
+    A stack is a candidate for the language model if
+    1. it has MLPs, or no stack has,
+    2. it has at least a tenth of the largest such stack's numbers, and
+    3. an embedding matrix may feed it, or it is at least as large as the largest stack that one feeds.
+    A single layer beside deeper stacks is a draft head, and no candidate by its embedding matrix.
     """
     shapes = source.shapes
     stacks = runs_of(shapes)

@@ -198,7 +198,8 @@ def map_columns(way: Way, ours, theirs):
 def match_layer(way: Way, base_layer, layer, units):
     """The Row of a layer of the suspect with one of the base: of the smaller one up to so many units.
 
-    By chance are matched those that are where one model's basis is permuted, which breaks what ties the two.
+    The null: how many neurons still match after the rows of one model's basis are permuted, so that nothing
+    ties the two any more.
     """
     both = [way.base.views(base_layer), way.views(layer)]
     common = [view for view in both[0] if view in both[1]]

@@ -24,8 +24,8 @@ def batches(tokens: Tensor):
 def attention_to(model, tokens: Tensor, positions=(1,), on_state=None):
     """alpha_k of a batch of tokens (B, T) at K positions, (B, L, H, K), and their final states (B, T, d).
 
-    CONSTANT is a key and value in front of the text: constants, or an explicit sink. LEARNED is what a
-    stranger's softmax gives to no key.
+    CONSTANT is a key and value in front of the text: constants, or an explicit sink. LEARNED is what the
+    softmax of others' models gives to no key.
     """
     layers = []
 

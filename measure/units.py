@@ -74,7 +74,7 @@ class Activity:
 
 
 def by_layer(tensors):
-    """One tensor (L, d_ff) of a (d_ff,) for each layer; zeros where a stranger's layer has fewer neurons."""
+    """One tensor (L, d_ff) of a (d_ff,) for each layer; zeros where a layer has fewer neurons."""
     return pad_sequence(tensors, batch_first=True)
 
 
@@ -100,7 +100,7 @@ def observe(model, tokens: Tensor) -> Activity:
         for part in batches(tokens):
             model.hidden(part, on_state=on_state)
     state, sizes = means.stack("state"), means.stack("disparity")  # (L + 1, d) and (L + 1,)
-    layers, none = range(1, len(state)), torch.zeros(0)  # a stranger's layer may have no neurons
+    layers, none = range(1, len(state)), torch.zeros(0)  # a layer of others' models may have none
     at_1 = by_layer([means.of[layer].get("at_1", none) for layer in layers])
     elsewhere = by_layer([means.of[layer].get("elsewhere", none) for layer in layers])
     mlp_output = {}

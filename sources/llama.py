@@ -34,7 +34,7 @@ def transformer_config(place) -> ModelConfig:
     if values is None:
         raise UserError(f"{place}: config.json is missing")
     family = values.get("model_type")
-    if family not in list(FAMILIES):  # a stranger's list or object has no hash
+    if family not in list(FAMILIES):  # it may be a list or object, which has no hash
         known = ", ".join(FAMILIES)
         hint = "`seedprint.py compare` reads any, by its weights alone"
         raise UserError(f"{place}: model.py trains and reads {known}, not {family!r}. {hint}")

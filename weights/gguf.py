@@ -1,6 +1,6 @@
 """What is in a .gguf file, as llama.cpp and Ollama keep models?
 
-The header is a stranger's, so it is read here: whatever it counts or points to must lie within the file.
+The header may be anybody's, so it is read here: whatever it counts or points to must lie within the file.
 """
 
 import math

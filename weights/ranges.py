@@ -68,9 +68,10 @@ def read_rows(path, place, row_bytes, rows):
 
 @contextlib.contextmanager
 def together():
-    """What is read while this block runs is zeros; when it is done, all that was to be read is here.
+    """A rehearsal: in this block `read` only notes which bytes are asked for, and returns zeros.
 
-    So its bytes are fetched together, those side by side by one request, and their size is told beforehand.
+    At its end they are fetched in as few requests as possible, and their size is told beforehand. Never look
+    at the numbers that are read in here.
     """
     PLANS.append([])
     try:
