@@ -78,17 +78,18 @@ class Settings(RunSettings):
     out: str = "runs/default"  # run folder
 
 
-def train(settings: Settings, config: Settings | None = None):
+def train(settings: Settings, defaults: Settings | None = None):
     """Train, or go on with the run in --out; prints the loss and the time left every --log-every steps.
 
-    `config` has the settings of a config file alone: --init-from takes their place without a word.
+    `defaults` are a config file's settings, which --init-from may contradict.
     """
     settings = from_values(Settings, vars(settings), "settings")
     run = runs.Run(settings.out)
     is_new = not run.has_steps()
-    settings = (
-        runs.start_settings(settings, config or Settings()) if is_new else runs.resume_settings(settings, run)
-    )
+    if is_new:
+        settings = runs.start_settings(settings, defaults or Settings())
+    else:
+        settings = runs.resume_settings(settings, run)
     settings, device, dtype = runtime.start(settings)
     say(f"{run.folder}: a new run" if is_new else f"{run.folder}: the run there goes on")
     if settings.global_batch_size < runtime.world_size():
@@ -101,7 +102,7 @@ def train(settings: Settings, config: Settings | None = None):
         else:
             model, step = run.newest(tokens)
         training = Training(settings, run, model, step, tokens, device, dtype)
-        facts = {"step": training.step, "data set": tokens.meta.fingerprint, "commit": commit()}
+        facts = {"step": step, "data set": tokens.meta.fingerprint, "commit": commit()}
         runs.check_agreement(facts | {"torch": torch.__version__} | asdict(settings))
         training.go_on()
     return run.folder

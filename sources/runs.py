@@ -175,15 +175,18 @@ def listening_for_signals():
             signal.signal(number, handler)
 
 
-def start_settings(settings, config):
-    """The settings of a new run, of which a config file gives `config`; UserError for a contradiction."""
+def start_settings(settings, defaults):
+    """The settings of a new run; UserError for settings that contradict --resume or --init-from.
+
+    `defaults` are a config file's settings, which --init-from may contradict.
+    """
     if settings.resume and not changed(settings, type(settings)()) - MAY_CHANGE:
         raise UserError(f"no run in {settings.out} to resume: check --out, or start one without --resume")
     if settings.init_from:
-        for name in sorted(changed(settings, config) & OF_BIRTH):
+        for name in sorted(changed(settings, defaults) & OF_BIRTH):
             raise UserError(f"{flag(name)}: {settings.init_from} sets it; leave one out")
-        if config.model != type(settings)().model:
-            say(f"the config file's model {config.model} is ignored: --init-from {settings.init_from}")
+        if defaults.model != type(settings)().model:
+            say(f"the config file's model {defaults.model} is ignored: --init-from {settings.init_from}")
     if settings.warmup_iters is None:
         settings = replace(settings, warmup_iters=min(100, settings.max_iters // 6))
     return settings
