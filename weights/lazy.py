@@ -1,7 +1,10 @@
-"""A tensor that is read when it is asked for."""
+"""A tensor that is read when it is asked for, and the rows of bytes that it may stand in."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
+
+import torch
 
 
 class LazyTensor(NamedTuple):
@@ -14,3 +17,9 @@ class LazyTensor(NamedTuple):
     shape: tuple
     kind: str  # of its numbers, as `read` finds them: F32, BF16, ...
     read: Callable
+    spans: Callable = lambda part=(): []  # which bytes `read(part)` reads: (path, start, stop) each
+
+
+def row_numbers(shape, part=()):
+    """The numbers of the rows, along the last axis, that a part of a tensor of this shape has."""
+    return torch.arange(math.prod(shape[:-1])).view(shape[:-1])[part]

@@ -4,11 +4,12 @@ Of a file of the Hub parts are fetched as they are asked for. It stands in the u
 size, zeros at first. For each part that is there, `.FILE.parts` beside it has an empty file START-STOP.
 """
 
-import contextlib
 import functools
 import os
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -18,7 +19,6 @@ NEAR = 2**16  # bytes between two parts, at most, that are fetched as one
 LARGEST = 2**23  # bytes of a request
 LARGEST_HEADER = 2**25  # bytes; Gemma's, with 262,144 tokens, has half of it
 THREADS = 8  # requests at a time: an answer takes a while to begin
-PLANS = []  # of each block of `together` that runs, what it will need
 
 
 def parts_of(path):
@@ -40,45 +40,41 @@ def spans(path):
 
 
 def read(path, start, stop):
-    """Bytes `start` to `stop` of a file, or fewer at its end; zeros where `together` plans."""
+    """Bytes `start` to `stop` of a file, or fewer at its end."""
     stop = min(stop, path.stat().st_size)
     content = bytearray(max(0, stop - start))
-    if parts_of(path).exists():
-        if PLANS:
-            PLANS[-1].append((path, start, stop))
-            return content
-        fetch([(path, start, stop)])
+    fetch([(path, start, stop)])
     with open(path, "rb") as file:
         file.seek(start)
         file.readinto(content)
     return content
 
 
-def read_rows(path, place, row_bytes, rows):
-    """Rows of a table that begins at a place in a file, by their numbers (n,): bytes (n, row_bytes)."""
-    if not len(rows):
-        return torch.empty(0, row_bytes, dtype=torch.uint8)
-    first, last = rows.min().item(), rows.max().item()
-    content = read(path, place + first * row_bytes, place + (last + 1) * row_bytes)
-    if len(content) != (last + 1 - first) * row_bytes:
-        raise ValueError("it ends before its end")
-    table = torch.frombuffer(content, dtype=torch.uint8).view(-1, row_bytes)
-    return table if (rows.diff() == 1).all() else table[rows - first]
+class Rows(NamedTuple):
+    """Rows of bytes that stand side by side in a file, as those of a tensor do."""
 
+    path: Path
+    start: int  # where the first begins
+    row_bytes: int
 
-@contextlib.contextmanager
-def together():
-    """A rehearsal: in this block `read` only notes which bytes are asked for, and returns zeros.
+    def span(self, numbers):
+        """What of the file is read for some rows, by their numbers (n,): from the first to the last."""
+        if not len(numbers):
+            return self.path, self.start, self.start
+        first, last = numbers.min().item(), numbers.max().item()
+        return self.path, self.start + first * self.row_bytes, self.start + (last + 1) * self.row_bytes
 
-    At its end they are fetched in as few requests as possible, and their size is told beforehand. Never look
-    at the numbers that are read in here.
-    """
-    PLANS.append([])
-    try:
-        yield
-    finally:
-        wanted = PLANS.pop()
-    fetch(wanted, is_told=True)
+    def read(self, numbers):
+        """Rows by their numbers (n,): bytes (n, row_bytes)."""
+        path, start, stop = self.span(numbers)
+        if start == stop:
+            return torch.empty(len(numbers), self.row_bytes, dtype=torch.uint8)
+        content = read(path, start, stop)
+        if len(content) != stop - start:
+            raise ValueError("it ends before its end")
+        table = torch.frombuffer(content, dtype=torch.uint8).view(-1, self.row_bytes)
+        is_run = (numbers.diff() == 1).all()
+        return table if is_run else table[numbers - numbers.min()]
 
 
 def missing(path, start, stop):
@@ -93,9 +89,17 @@ def missing(path, start, stop):
 
 
 def fetch(wanted, is_told=False) -> None:
-    """Fetch what is not here of parts of files, (path, start, stop) each; near ones by one request."""
+    """Fetch what is not here of parts of files, (path, start, stop) each; near ones by one request.
+
+    A file that is not fetched in parts is whole already.
+    """
+    in_parts = {path for path in {path for path, _, _ in wanted} if parts_of(path).exists()}
+    gaps = set()
+    for path, start, stop in set(wanted):
+        if path in in_parts:
+            gaps.update(missing(path, start, stop))
     merged = []
-    for path, start, stop in sorted({gap for part in set(wanted) for gap in missing(*part)}):
+    for path, start, stop in sorted(gaps):
         if merged and merged[-1][0] == path and start <= merged[-1][2] + NEAR:
             merged[-1][2] = max(stop, merged[-1][2])
         else:

@@ -14,7 +14,7 @@ from lib.files import GIT_LFS, as_user_error
 from lib.settings import UserError
 from weights import ranges
 from weights.files import beginning
-from weights.lazy import LazyTensor
+from weights.lazy import LazyTensor, row_numbers
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8": torch.uint8}
@@ -60,19 +60,24 @@ def safetensors_of(path):
         is_whole = begin + start == place and all(type(n) is int and n >= 0 for n in shape) and start <= stop
         if not is_whole or (dtype and stop - start != math.prod(shape) * dtype.itemsize):
             raise ValueError(f"{name} of shape {shape} does not stand where it should")
-        read = partial(part_of, path, place, tuple(shape), dtype)
-        tensors[name] = LazyTensor(tuple(shape), entry["dtype"], read)
+        rows = ranges.Rows(path, place, dtype.itemsize * math.prod(shape[-1:])) if dtype else None
+        read = partial(part_of, rows, tuple(shape), dtype)
+        tensors[name] = LazyTensor(tuple(shape), entry["dtype"], read, partial(spans_of, rows, tuple(shape)))
         place = begin + stop
     if place != path.stat().st_size:
         raise ValueError(f"it has {path.stat().st_size:,} bytes, expected {place:,}")
     return tensors
 
 
-def part_of(path, place, shape, dtype, part=()):
-    """A part of a tensor that stands at a place in a file; no more than its first to its last row is read."""
-    rows = torch.arange(math.prod(shape[:-1])).view(shape[:-1])[part]  # numbers of the rows that are wanted
-    content = ranges.read_rows(path, place, dtype.itemsize * math.prod(shape[-1:]), rows.flatten())
-    return content.view(dtype).view((*rows.shape, *shape[-1:]))
+def part_of(rows, shape, dtype, part=()):
+    """A part of a tensor whose rows stand in a file; no more than its first to its last one is read."""
+    numbers = row_numbers(shape, part)
+    return rows.read(numbers.flatten()).view(dtype).view((*numbers.shape, *shape[-1:]))
+
+
+def spans_of(rows, shape, part=()):
+    """The bytes of a file that `part_of` reads."""
+    return [rows.span(row_numbers(shape, part).flatten())]
 
 
 def pickled_tensors(path):
