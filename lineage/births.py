@@ -16,7 +16,7 @@ from init import STD, draw_weight
 from lib.results import Experiment
 from lib.runtime import progress, rank
 from lib.settings import OutputSettings, UserError
-from lineage.judge import CHANCE_LOG10_P
+from lineage.coordinates import CHANCE_LOG10_P
 from sources.checkpoint import find_model
 
 IDENTIFIED = "model.layers.0.self_attn.v_proj.weight"  # the matrix that `identify` draws for each candidate,

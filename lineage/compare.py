@@ -5,18 +5,24 @@ correlation `r`. `lineage/judge.py` has the rules for the verdict.
 """
 
 import functools
+import hashlib
 import itertools
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from init import SCHEMES
-from lib.results import Experiment
+from lib.results import HUB_COMMITS, Experiment
 from lib.runtime import progress, rank
 from lib.settings import Names, OutputSettings, UserError, at_least
-from lineage.evidence import equal_layers, is_copy, look, parts_looked_at, why_bare
-from lineage.judge import COLUMNS, INCONCLUSIVE, VERDICTS, Pair, judge, row_of
+from lineage.align import embeddings_to_read, layers_to_read, likeliest_alignment, match_again, match_layers
+from lineage.bits import equal_layers, is_copy, same_numbers
+from lineage.coordinates import compare_coordinates, embedding_pairs
+from lineage.judge import INCONCLUSIVE, NO_EVIDENCE, SAME_BIRTH, VERDICTS, Evidence, findings_of
 from lineage.layout import find_stacks
-from lineage.match import layers_to_read, likeliest_way, match_again, match_layers, tables_to_read
+from lineage.partners import find_partners
+from lineage.samples import sample_of, samples_to_read
+from lineage.wording import COLUMNS, row_of
 from sources.checkpoint import find_model
 from weights.vocabulary import token_ids
 
@@ -33,6 +39,10 @@ class CompareSettings(OutputSettings):
     layers: at_least(1) = 8  # evenly spaced layers of the suspect whose neurons are matched
     units_per_layer: at_least(2) = 1024  # neurons to match in each layer
     neurons: bool = False  # match them even where bits and coordinates tell every layer
+    status: bool = False  # exit with 10 for same birth, 11 for inconclusive, 12 for no evidence; else with 0
+
+
+STATUS = {SAME_BIRTH: 10, INCONCLUSIVE: 11, NO_EVIDENCE: 12}  # of several suspects the least
 
 
 class Model:
@@ -60,67 +70,132 @@ def compare_models(base: Model, suspect: Model, settings: CompareSettings):
     keeps its best verdict. If these differ, the answer is inconclusive. Other parts are compared by their
     bits, and named.
     """
-    models = [[stack for stack in model.stacks if stack.may_be_model] for model in (base, suspect)]
-    pairs = [compare_stacks(*stacks, base, suspect, settings) for stacks in itertools.product(*models)]
-    pairs.sort(key=lambda pair: VERDICTS.index(pair.verdict))
-    closest = [next(p for p in pairs if stack in (p.base, p.suspect)) for stack in models[1] + models[0]]
-    row, details = row_of(closest[0])
-    parts = {f"`{pair.suspect.prefix}*` and the base's `{pair.base.prefix}*`": pair for pair in closest}
-    if len(parts) > 1:
-        row["sentence"] = f"its {[*parts][0]}: {row['sentence']}"
-    if len({pair.verdict for pair in closest}) > 1:
-        said = [f"{parts_of}: {pair.verdict}: {pair.sentence}" for parts_of, pair in parts.items()]
+    candidates = [[stack for stack in model.stacks if stack.may_be_model] for model in (base, suspect)]
+    compared = []  # (Stack of the base, Stack of the suspect, row, details)
+    for ours, theirs in itertools.product(*candidates):
+        compared.append((ours, theirs, *compare_stacks(ours, theirs, base, suspect, settings)))
+    compared.sort(key=lambda pair: VERDICTS.index(pair[2]["verdict"]))
+    closest = {}  # by what is compared with what, the best pair of each candidate
+    for stack in candidates[1] + candidates[0]:
+        pair = next(pair for pair in compared if stack in pair[:2])
+        closest[f"`{pair[1].prefix}*` and the base's `{pair[0].prefix}*`"] = pair
+    names = [*closest]
+    row, details = closest[names[0]][2:]
+    row = dict(row)
+    if len(names) > 1:
+        row["sentence"] = f"its {names[0]}: {row['sentence']}"
+    if len({pair[2]["verdict"] for pair in closest.values()}) > 1:
+        said = [f"{name}: {pair[2]['verdict']}: {pair[2]['sentence']}" for name, pair in closest.items()]
         row |= {"verdict": INCONCLUSIVE, "sentence": f"its parts differ: {'; '.join(said)}"}
-    for stack in [stack for stack in suspect.stacks if not stack.may_be_model]:
-        equal = [other.prefix for other in base.stacks if is_copy(stack, other)]
-        how = f"begins bit for bit as the base's `{equal[0]}*`" if equal else "was not looked at"
-        row["sentence"] += f"; its `{stack.prefix}*` {how}"
+    for stack in suspect.stacks:
+        if not stack.may_be_model:
+            equal = [other.prefix for other in base.stacks if is_copy(stack, other)]
+            how = f"begins bit for bit as the base's `{equal[0]}*`" if equal else "was not looked at"
+            row["sentence"] += f"; its `{stack.prefix}*` {how}"
     return row, details
 
 
 def compare_stacks(base_stack, suspect_stack, base, suspect, settings):
-    """The judged Pair of two stacks. Neurons are looked for where bits and coordinates leave a layer open."""
-    pair = Pair(base_stack, suspect_stack)
-    pair.bare = " and ".join(filter(None, map(why_bare, (base_stack, suspect_stack))))
-    pair.coordinates, pair.alike = look(base_stack, suspect_stack)
-    pair.equal, pair.has_equal = equal_layers(base_stack, suspect_stack)
-    if settings.neurons or not (pair.bare or all(row.ground for row in pair.rows)):
-        compare_neurons(pair, (base.vocabulary, suspect.vocabulary), settings)
-    judge(pair)
-    return pair
+    """The row of two stacks, and details. Neurons are looked for where the rest leaves a layer open."""
+    evidence = Evidence(base_stack, suspect_stack, bare=why_bare(base_stack, suspect_stack))
+    fetch_first(base_stack, suspect_stack)
+    partners = find_partners(base_stack, suspect_stack)
+    fetch_samples(base_stack, suspect_stack, partners)
+    coordinates = compare_coordinates(base_stack, suspect_stack, partners)
+    equal, has_equal = equal_layers(base_stack, suspect_stack, partners)
+    evidence = replace(evidence, coordinates=coordinates, equal=equal, has_equal=has_equal)
+    is_told = all(layer.ground for layer in findings_of(evidence).layers)
+    if settings.neurons or not (evidence.bare or is_told):
+        evidence = with_neurons(evidence, (base.vocabulary, suspect.vocabulary), settings)
+    return row_of(findings_of(evidence))
 
 
-def compare_neurons(pair, vocabularies, settings):
-    """Look for neurons: in few directions, and in many where these leave a doubt."""
-    stacks = (pair.base, pair.suspect)
-    shown = layers_to_read(*stacks, settings.layers)
-    for stack, layers, tables in zip(stacks, shown, tables_to_read(*stacks)):
-        names = {name for layer in layers for mlp in stack.mlps[layer - 1] for name in mlp.matrices.values()}
-        stack.source.expect((name, ()) for name in names.union(tables))
-    way, lack = likeliest_way(*stacks, vocabularies, FEW)
-    if way is None:
-        pair.lack = lack
-        return
-    pair.matched, pair.layer_map = match_layers(way, settings.layers, settings.units_per_layer)
-    pair.num_tokens, pair.likeness = way.num_tokens, way.likeness
-    if not pair.is_kin:
-        pair.matched = match_again(way, pair.matched, MANY, settings.units_per_layer)
-    if pair.base.has_lone_table != pair.suspect.has_lone_table and all(s.heads == s.tables for s in stacks):
-        pair.lack = "an embedding matrix is compared with what may be a head"
+def why_bare(*stacks):
+    """What models have in place of layers that could tell a birth; "" if they have some."""
+    reasons = []
+    for stack in stacks:
+        if not stack.layers:
+            first = ", ".join([*stack.source.shapes][:3]) or "nothing: is it an optimizer's state?"
+            found = "an embedding matrix alone" if stack.embeddings else first
+            reasons.append(f"{stack.model} has no layers, but {found}")
+        elif not stack.embeddings and same_numbers(stack):
+            reasons.append(f"all layers of {stack.model} have the same numbers, as a formula gives")
+    return " and ".join(reasons)
+
+
+def with_neurons(evidence: Evidence, vocabularies, settings) -> Evidence:
+    """Evidence with neurons looked for: in few directions, and in many where these leave a doubt."""
+    stacks = (evidence.base, evidence.suspect)
+    fetch_neurons(*stacks, settings.layers)
+    alignment, lack = likeliest_alignment(*stacks, vocabularies, FEW, settings.layers)
+    if alignment is None:
+        return replace(evidence, lack=lack)
+    matches, layer_map = match_layers(alignment, settings.layers, settings.units_per_layer)
+    more = {"layer_map": layer_map, "num_tokens": alignment.num_tokens, "likeness": alignment.likeness}
+    evidence = replace(evidence, matches=matches, **more)
+    if not findings_of(evidence).is_kin:
+        evidence = replace(evidence, matches=match_again(alignment, matches, MANY, settings.units_per_layer))
+    has_lone = [stack.has_lone_embedding for stack in stacks]
+    if has_lone[0] != has_lone[1] and all(stack.lm_heads == stack.embeddings for stack in stacks):
+        evidence = replace(evidence, lack="an embedding matrix is compared with what may be a head")
+    return evidence
+
+
+# ---- what is fetched together from the Hub -----------------------------------------------------------------
+
+
+def fetch_first(*stacks):
+    """Expect what tells which layers and experts correspond: the routers."""
+    for stack in stacks:
+        stack.source.expect((layer.router, ()) for layer in stack.layers if layer.router)
+
+
+def fetch_samples(base, suspect, partners):
+    """Expect the rows of matrices that bits and coordinates compare."""
+    for side, stack in enumerate((base, suspect)):
+        parts = []
+        experts = {}
+        for number, partner in enumerate(partners, start=1):
+            place = number if side else partner.layer
+            experts.setdefault(place, {pair[side] for pair in partner.experts})
+        for number, layer in enumerate(stack.layers, start=1):
+            parts += samples_to_read(layer, stack.source.shapes, experts.get(number, ()))
+        for names in embedding_pairs(base, suspect):
+            name = names[side]
+            parts += [(name, part) for part in sample_of(name, stack.source.shapes[name]).parts]
+        stack.source.expect(parts)
+
+
+def fetch_neurons(base, suspect, limit):
+    """Expect the matrices of neurons, and embedding matrices."""
+    stacks = (base, suspect)
+    for stack, layers, names in zip(stacks, layers_to_read(*stacks, limit), embeddings_to_read(*stacks)):
+        names = {*names}
+        for layer in layers:
+            for mlp in stack.layers[layer - 1].mlps:
+                if mlp.number is None or mlp.index is not None:
+                    names.update(mlp.matrices.values())
+        stack.source.expect((name, ()) for name in names)
+
+
+# ---- commands ----------------------------------------------------------------------------------------------
 
 
 def compare(settings: CompareSettings):
     """Does each suspect share its initialization with the base? Takes 5 s for a pair of 135M parameters.
 
     A suspect that cannot be read gets the verdict `not read`; the others are compared; the exit status is 2.
+    For every other verdict it is 0, unless --status asks for one by verdict.
     """
     base_name, *names = settings.models
     base = open_model(base_name, settings)
     experiment = Experiment("compare", "BB 6.1", settings)
-    rows, details, unread = [], [], []
+    rows, details, unread, models = [], [], [], [base]
     for name in progress(names, desc="suspects"):
         try:
-            row, detail = compare_models(base, open_model(name, settings), settings)
+            suspect = open_model(name, settings)
+            models.append(suspect)
+            row, detail = compare_models(base, suspect, settings)
         except UserError as error:
             row = dict.fromkeys(COLUMNS.split()) | {"verdict": "not read", "sentence": str(error)}
             detail = {"layers": [], "layer_map": {}}
@@ -130,13 +205,27 @@ def compare(settings: CompareSettings):
     if len(unread) == len(names):
         raise unread[0]
     more = {key: [detail[key] for detail in details] for key in ("layers", "layer_map")}
-    result = experiment.save(rows, VERDICT_COLUMNS, **more)
+    result = experiment.save(rows, VERDICT_COLUMNS, models=[filed(model) for model in models], **more)
     if rank() == 0:
         for row in rows:
             print(f"{row['suspect']}: {row['verdict']}: {row['sentence']}")
     if unread:
         raise UserError(f"{len(unread)} of {len(names)} suspects not read: {unread[0]}")
+    if settings.status:
+        sys.exit(min(STATUS[row["verdict"]] for row in rows))
     return result
+
+
+def filed(model: Model):
+    """What a verdict rests on: a model's revision on the Hub, its files, and what was read of them.
+
+    `sha256` is that of the tensors, or parts of tensors, that were read, in the order of reading, as they are
+    stored (those in FP8 and of .gguf as float32); `bytes_read` is how many bytes these are.
+    """
+    source = model.source
+    files = {path.name: path.stat().st_size for path in source.files}
+    read = {"bytes_read": source.bytes_read, "sha256": source.digest.hexdigest()}
+    return {"name": model.name, "revision": HUB_COMMITS.get(model.name), "files": files} | read
 
 
 def matrix(settings: CompareSettings):
@@ -155,5 +244,6 @@ def matrix(settings: CompareSettings):
 def open_model(name, settings: CompareSettings):
     """The Model that a name stands for, of any architecture; UserError if it cannot be read."""
     source = find_model(name, settings.init, weights_alone=True).weights
-    source.expect((name, part) for name, shape in source.shapes.items() for part in parts_looked_at(shape))
+    source.digest = hashlib.sha256()
+    source.expect((name, ()) for name, shape in source.shapes.items() if len(shape) == 1)
     return Model(name, source)

@@ -5,7 +5,7 @@ In one view, a neuron of the base and one of the suspect are *mutual neighbours*
 neighbour, too. But another view then usually names another neuron, so a neuron is *matched* if two views
 (`lineage/views.py`) agree. In each layer we use the pair of views that matches most. A child has nearly all
 its neurons matched, an unrelated newborn on average fewer than one per layer. The null is measured: the same
-count after what ties the two models is permuted (`by_chance` in lineage/match.py).
+count after what ties the two models is permuted (`by_chance` in lineage/align.py).
 """
 
 import itertools
@@ -25,7 +25,7 @@ def mutual_neighbours(correlations: Tensor):
     return neighbours.where(is_mutual, -1), largest
 
 
-def matched_units(views):
+def matched_neurons(views):
     """Matched neurons, their partners, and the smaller |correlation| of the two views, (k,) each.
 
     `views` holds `mutual_neighbours` of each view.

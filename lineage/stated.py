@@ -7,13 +7,16 @@ from weights.files import read_config
 from weights.vocabulary import token_ids
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")  # in a config.json
-COUNTS = dict.fromkeys(LAYERS, "layers") | {"vocab_size": "tokens"}
+COUNTS = dict.fromkeys(LAYERS, "layers") | {"vocab_size": "tokens", "draft_vocab_size": "draft"}
 MLP_SIZE = re.compile(r'"\w*(intermediate_size|ffn|n_inner|d_ff)\w*": [1-9]')
 
 
 def stated_counts(place):
-    """How many "layers" and "tokens" the whole model has, as its files say; None if they do not."""
-    counts = {"layers": None, "tokens": None}
+    """How many "layers" and "tokens" the whole model has, as its files say; None if they do not.
+
+    "draft" is the size of a vocabulary that a draft's head has of its own.
+    """
+    counts = {"layers": None, "tokens": None, "draft": None}
     if place is None:  # not on the disk
         return counts
     config = read_config(place) or {}

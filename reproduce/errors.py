@@ -17,11 +17,12 @@ from lib.figures import column, curves
 from lib.results import Experiment
 from lib.runtime import progress
 from lib.settings import Command, RunSettings, at_least, run_script
+from lineage.align import align_by, match_layers
 from lineage.compare import FEW as DIRECTIONS
-from lineage.evidence import look
-from lineage.judge import NO_EVIDENCE, Pair, judge
+from lineage.coordinates import compare_coordinates
+from lineage.judge import NO_EVIDENCE, Evidence, findings_of, rule_of
 from lineage.layout import find_stacks
-from lineage.match import match_layers, way_by
+from lineage.partners import find_partners
 from lineage.views import readings
 from model import PRESETS
 from reproduce.disguise import as_source, weights_of
@@ -95,14 +96,13 @@ def p_of_weights(newborns):
     p = {"units": [], "weights": [], "embedding matrices": []}
     for pair in itertools.combinations(stacks, 2):
         ids = torch.arange(pair[0].source.config.vocab_size)
-        way = way_by(pair, [readings(stack, stack.tables)[0] for stack in pair], (ids, ids), DIRECTIONS)
-        rows, _ = match_layers(way, LAYERS, UNITS)
-        found = Pair(*pair, matched=rows, num_tokens=len(ids))
-        judge(found)
-        p["units"].append(float(found.verdict == NO_EVIDENCE))
-        tests, _ = look(*pair)
-        for test, part in (("weights", "body"), ("embedding matrices", "embedding")):
-            p[test].append(tests[part]["p"])
+        likeliest = [readings(stack, stack.embeddings)[0] for stack in pair]
+        matches, _ = match_layers(align_by(pair, likeliest, (ids, ids), DIRECTIONS), LAYERS, UNITS)
+        verdict, _ = rule_of(findings_of(Evidence(*pair, matches=matches, num_tokens=len(ids))))
+        p["units"].append(float(verdict == NO_EVIDENCE))
+        coordinates = compare_coordinates(*pair, find_partners(*pair))
+        p["weights"].append(coordinates.body.p)
+        p["embedding matrices"].append(coordinates.embedding.p)
     return p
 
 

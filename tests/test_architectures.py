@@ -7,6 +7,7 @@ import transformers
 from kin import row_by_both
 
 from lineage import layout
+from lineage.names import WRITERS, is_called
 from weights.contents import open_weights
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4, "vocab_size": 1000}
@@ -62,8 +63,8 @@ def test_kin_and_strangers(name, tmp_path):
                 parameter += parameter.std() * torch.randn_like(parameter)
     base.save_pretrained(tmp_path / "kin")
     source = open_weights(tmp_path / "base", True)
-    mlps = [mlps for stack in layout.find_stacks(source) for mlps in stack.mlps]
-    assert sum(map(len, mlps)) == ARCHITECTURES[name][2]
+    layers = [layer for stack in layout.find_stacks(source) for layer in stack.layers]
+    assert sum(len(layer.mlps) for layer in layers) == ARCHITECTURES[name][2]
     kin, stranger = (row_by_both(source, open_weights(tmp_path / name, True)) for name in ("kin", "stranger"))
     assert kin["verdict"] == "same birth" and kin["body_z"] >= 30 and kin["units_share"] >= 0.95
     assert stranger["verdict"] == "no evidence" and abs(stranger["body_z"]) < 4
@@ -85,7 +86,7 @@ def test_a_shuffled_mlp_with_gains_is_found(name, tmp_path):
     tensors = {}
     for key, shape in source.shapes.items():
         weight = source.read(key)
-        if layout.is_called(key, layout.WRITERS) and shape[0] == 128:
+        if is_called(key, WRITERS) and shape[0] == 128:
             weight = weight[order]
         elif shape[-1] == 128 and not key.endswith(("q_norm.weight", "k_norm.weight")):
             weight = weight[..., order]

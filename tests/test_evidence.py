@@ -1,4 +1,4 @@
-"""lineage/evidence.py: bits, and coordinates against all permutations and scipy."""
+"""lineage/bits.py, and lineage/coordinates.py against all permutations and scipy."""
 
 import itertools
 from dataclasses import replace
@@ -10,9 +10,11 @@ import torch
 from conftest import KINDS
 from kin import judged
 
-from lineage import evidence
-from lineage.judge import ALIKE_R, NO_EVIDENCE, SAME_BIRTH
+from lineage.bits import equal_layers
+from lineage.coordinates import agreement, compare_coordinates, joint_test
+from lineage.judge import NO_EVIDENCE, SAME_BIRTH
 from lineage.layout import Stack, find_stacks
+from lineage.partners import find_partners
 from reproduce.disguise import as_source, disguised, newborn_source, weights_of
 from reproduce.robustness import cut, noised
 
@@ -24,6 +26,11 @@ def find(source) -> Stack:
     return find_stacks(source)[0]
 
 
+def equal_to_base(suspect):
+    stacks = find(BASE), find(suspect)
+    return equal_layers(*stacks, find_partners(*stacks))
+
+
 def test_layers_that_begin_alike():
     weights = weights_of(BASE)
     weights["model.layers.2.mlp.down_proj.weight"][0, 0] += 1
@@ -33,8 +40,8 @@ def test_layers_that_begin_alike():
         (nearly, {1: 1, 2: 2}),
         (cut(BASE, [2, 0]), {1: 3, 2: 1}),
     ):
-        assert evidence.equal_layers(find(BASE), find(suspect)) == (expected, True)
-    assert evidence.equal_layers(find(BASE), find(newborn_source(CONFIG, 2))) == ({}, False)
+        assert equal_to_base(suspect) == (expected, True)
+    assert equal_to_base(newborn_source(CONFIG, 2)) == ({}, False)
 
 
 def test_agreement_is_that_of_all_permutations():
@@ -46,13 +53,13 @@ def test_agreement_is_that_of_all_permutations():
     for a, b in zip(A, B):
         C = np.corrcoef(a.T, b.T)[:6, 6:]
         S = np.array([C[np.arange(6), order].mean() for order in itertools.permutations(range(6))])
-        tests.append(evidence.agreement(torch.from_numpy(a), torch.from_numpy(b)))
+        tests.append(agreement(torch.from_numpy(a), torch.from_numpy(b)))
         # float32 sums of 54 products
         assert tests[-1] == pytest.approx((np.trace(C) / 6, S.mean(), S.std()), abs=1e-6)
         sums += S
-    joint = evidence.joint_test(tests, searches=10)
-    assert 0 < joint["z"] <= (sums[0] - sums.mean()) / sums.std()
-    assert joint["log10_p"] == pytest.approx(np.log10(10 * scipy.stats.norm.sf(joint["z"])))
+    joint = joint_test(tests, searches=10)
+    assert 0 < joint.z <= (sums[0] - sums.mean()) / sums.std()
+    assert joint.log10_p == pytest.approx(np.log10(10 * scipy.stats.norm.sf(joint.z)))
 
 
 def test_a_look_tells_children_from_strangers():
@@ -68,11 +75,12 @@ def test_a_look_tells_children_from_strangers():
         "its attention": (as_source(other | attention, CONFIG), []),
     }
     for case, (source, expected) in cases.items():
-        tests, alike = evidence.look(find(BASE), find(source))
-        assert [layer for layer, (r, _) in alike.items() if r >= ALIKE_R] == expected, case
-        assert tests["embedding"]["same"] == (case not in ("a stranger", "its attention"))
+        stacks = find(BASE), find(source)
+        found = compare_coordinates(*stacks, find_partners(*stacks))
+        assert [layer for layer, each in found.layers.items() if each.is_base] == expected, case
+        assert found.embedding.agrees == (case not in ("a stranger", "its attention"))
         if case in (0.3, 1.0):  # noise of so many std; some 20,000 numbers of a layer are read
-            distances = [distance for _, distance in alike.values()]
+            distances = [each.distance for each in found.layers.values()]
             assert distances == pytest.approx(3 * [1 - (1 + case**2) ** -0.5], abs=0.03)
 
 

@@ -232,7 +232,7 @@ def test_what_is_told_beside_the_weights(folder):
     for config, layers, tokens in CONFIGS:
         (folder / "config.json").write_text(json.dumps(config))
         for place in (folder, folder / "model.safetensors"):
-            assert stated_counts(place) == {"layers": layers, "tokens": tokens}
+            assert stated_counts(place) == {"layers": layers, "tokens": tokens, "draft": None}
 
 
 def test_what_an_optimizer_keeps_is_no_weight(tmp_path):

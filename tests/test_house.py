@@ -23,8 +23,9 @@ lib.settings lib.kernels / lib.files lib.runtime lib.random / lib.results lib.fi
 / sources.tokenizers sources.saving / sources.llama / sources.checkpoint / sources.newborns sources.data
 / sources.inputs / sources.runs sources.sampling
 / measure.theory measure.attention / measure.units / measure.anatomy measure.figures
-/ lineage.matching lineage.stated / lineage.layout / lineage.views / lineage.judge
-/ lineage.evidence lineage.match / lineage.family / lineage.compare lineage.births / probe sinks seedprint
+/ lineage.matching lineage.stated lineage.names / lineage.layers / lineage.layout lineage.views
+/ lineage.samples / lineage.partners lineage.bits / lineage.coordinates / lineage.judge / lineage.align
+/ lineage.wording / lineage.family lineage.births / lineage.compare / probe sinks seedprint
 / contraction train / reproduce / lesson
 """.split("/")
 FILES = {}  # by a module's name

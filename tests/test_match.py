@@ -1,4 +1,4 @@
-"""lineage/match.py by hand, and on children that were changed, disguised, cut and grown, and on strangers."""
+"""lineage/align.py by hand, and on children that were changed, disguised, cut and grown, and on strangers."""
 
 import itertools
 from dataclasses import replace
@@ -12,8 +12,8 @@ from conftest import assert_refused, run_here, run_script
 
 import init
 from lib.random import random_tokens
-from lineage import match, matching
-from lineage.judge import Row
+from lineage import align, matching
+from lineage.judge import NeuronMatch
 from lineage.layout import find_stacks
 from lineage.views import RIDGE, readings
 from model import ModelConfig
@@ -40,14 +40,14 @@ def save_perturbed(folder: Path, config: ModelConfig) -> OwnWeights:
     return own_source(find_model(str(folder)))
 
 
-def way_to(a, b, directions=1024) -> match.Way:
+def aligned(a, b, directions=1024) -> align.Alignment:
     vocabularies = [token_ids(source.place) if source.place else {} for source in (a, b)]
     stacks = [find_stacks(source)[0] for source in (a, b)]
-    return match.likeliest_way(*stacks, vocabularies, directions)[0]
+    return align.likeliest_alignment(*stacks, vocabularies, directions, 8)[0]
 
 
-def found(a, b, units=1024, layers=None) -> list[Row]:
-    return match.match_layers(way_to(a, b), layers, units)[0]
+def found(a, b, units=1024, layers=None) -> list[NeuronMatch]:
+    return align.match_layers(aligned(a, b), layers, units)[0]
 
 
 def views_by_hand(source, layer: int) -> dict[str, np.ndarray]:
@@ -72,7 +72,7 @@ def test_correlations_against_all_tokens(config, tmp_path):
     """Views of d numbers, and correlations of the tables' bases, give the correlations over all V tokens."""
     a = save_perturbed(tmp_path / "a", config)
     b = noised(a, 0.5)
-    way = way_to(a, b)
+    way = aligned(a, b)
     by_hand = (views_by_hand(a, 1), views_by_hand(b, 1))
     assert way.base.views(2).keys() == by_hand[0].keys()
     for view, columns in way.base.views(2).items():
@@ -91,9 +91,9 @@ def test_wide_models_are_seen_in_few_directions():
     }
     for name, source in suspects.items():
         for pair in ((base, source), (source, base)):
-            ways = [way_to(*pair, directions) for directions in (96, 256)]
+            ways = [aligned(*pair, directions) for directions in (96, 256)]
             assert ways[0].likeness == ways[1].likeness
-            (few,), (full,) = (match.match_layers(way, None, 1024)[0] for way in ways)
+            (few,), (full,) = (align.match_layers(way, None, 1024)[0] for way in ways)
             assert few.units == full.units and few.by_chance < 8, name
             if name == "stranger":
                 assert max(few.found, full.found) < 8, few
@@ -119,7 +119,7 @@ def test_matched_units_by_brute_force():
         pairs = list(itertools.combinations(partners, 2))
         counts = [len(partners[x] & partners[y]) for x, y in pairs]
         neighbours = [matching.mutual_neighbours(values.abs()) for values in correlations.values()]
-        places, theirs, strengths = matching.matched_units(neighbours)
+        places, theirs, strengths = matching.matched_neurons(neighbours)
         assert len(places) == max(counts)
         best = [pair for pair, count in zip(pairs, counts) if count == len(places)]
         got = set(zip(places.tolist(), theirs.tolist()))
@@ -148,7 +148,7 @@ def test_nan_in_a_token_table_is_told():
     stacks = [
         find_stacks(s)[0] for s in (newborn_source(GATED, 1), of_matrices(newborn_source(GATED, 1), change))
     ]
-    way, lack = match.likeliest_way(*stacks, ({}, {}), 1024)
+    way, lack = align.likeliest_alignment(*stacks, ({}, {}), 1024, 8)
     assert way is None and "not finite" in lack
 
 
@@ -200,8 +200,8 @@ def test_counts_of_newborn_strangers():
     ids = torch.arange(config.vocab_size)
     counts = []
     for pair in itertools.combinations(stacks, 2):
-        read = [readings(stack, stack.tables)[0] for stack in pair]
-        ((row,), _) = match.match_layers(match.way_by(pair, read, (ids, ids), 1024), None, 1024)
+        read = [readings(stack, stack.embeddings)[0] for stack in pair]
+        ((row,), _) = align.match_layers(align.align_by(pair, read, (ids, ids), 1024), None, 1024)
         counts += [row.found, row.by_chance]
     # Of three pairs of views the best: the mean of the largest of three Poisson numbers of mean 0.25 is 0.65
     assert np.mean(counts) < 1 and max(counts) <= 8

@@ -1,6 +1,5 @@
 """lineage/judge.py: every combination of evidence, and folders that made it say something false."""
 
-import copy
 import functools
 import itertools
 import json
@@ -12,27 +11,28 @@ import torch
 from kin import BASE, CHILD, CONFIG, LAYER, STRANGER, TABLES, changed, drawn, folder_with, judged
 from sentencepiece import sentencepiece_model_pb2
 
+from lineage.coordinates import AlikeLayer, Coordinates, Test
 from lineage.judge import (
     INCONCLUSIVE,
     NO_EVIDENCE,
     SAME_BIRTH,
-    Pair,
-    Row,
-    beyond_chance,
-    judge,
-    mark_neurons,
-    row_of,
+    Evidence,
+    NeuronMatch,
+    chance_log10_p,
+    findings_of,
+    marked,
 )
 from lineage.layout import find_stacks
+from lineage.wording import row_of
 from model import ModelConfig
 from reproduce.disguise import disguised, newborn_source, weights_of
 from reproduce.robustness import noised
 from weights.vocabulary import token_ids
 
 OUTCOMES = {
-    "same": {"same": True, "p": 1e-4, "z": 250.0, "matched": 0.7, "log10_p": -300.0},
-    "between": {"same": False, "p": 1e-3, "z": 3.1, "matched": 0.002, "log10_p": -3.0},
-    "nothing": {"same": False, "p": 0.5, "z": 0.1, "matched": 0.0, "log10_p": -0.3},
+    "same": Test(r=0.7, z=250.0, log10_p=-300.0),
+    "between": Test(r=0.002, z=3.1, log10_p=-3.0),
+    "nothing": Test(r=0.0, z=0.1, log10_p=-0.3),
 }
 
 
@@ -41,27 +41,25 @@ def stack_of(depth: int):
     return find_stacks(newborn_source(ModelConfig(8, 4, depth, 1, 4, 4), 1), "B")[0]
 
 
-def judged_pair(counts=None, depth=24, r=0.2, base_layers=None, units=1000, body=None, **more) -> Pair:
-    """A judged pair of stacks of one depth: `counts` of 1,000 units by layer, from 1, one in the others.
+def judged_pair(counts=None, depth=24, r=0.2, base_layers=None, units=1000, body=None, **more) -> tuple:
+    """Row and details of stacks of one depth: `counts` of 1,000 units by layer, from 1, one in the others.
 
     Without counts no units are looked for. `more` may have `equal` layers and those that are `alike`, `read`
     layers, another `lack`, and the `embedding`'s coordinates.
     """
-    stack = copy.copy(stack_of(depth))
-    stack.may_have_mlps = more.get("may_have_mlps", False)
-    rows = []
+    stack = replace(stack_of(depth), may_have_mlps=more.get("may_have_mlps", False))
+    matches = []
     for layer in more.get("read", range(1, depth + 1)) if counts is not None else ():
         closest = (base_layers or {}).get(layer, layer)
         middle = stack.is_middle(layer) + stack.is_middle(closest)
         counted = {"found": counts.get(layer, 1), "units": units, "r": r, "by_chance": 1}
-        rows.append(Row(layer, closest=closest, num_middle=middle, in_place=1000, **counted))
-    mark_neurons(rows)
-    tests = (("body", body), ("embedding", more.get("embedding")))
-    coordinates = {kind: OUTCOMES[test] for kind, test in tests if test}
-    pair = Pair(stack, stack, rows, {}, 4096, 0.06, coordinates, lack=more.get("lack", ""))
-    pair.equal, pair.alike = more.get("equal", {}), more.get("alike", {})
-    judge(pair)
-    return pair
+        matches.append(NeuronMatch(layer, closest, middle, in_place=1000, **counted))
+    layers = {
+        n: AlikeLayer(n, least_r, distance, True) for n, (least_r, distance) in more.get("alike", {}).items()
+    }
+    coordinates = Coordinates(OUTCOMES.get(body), OUTCOMES.get(more.get("embedding")), layers)
+    found = {"matches": marked(matches), "num_tokens": 4096, "likeness": 0.06, "lack": more.get("lack", "")}
+    return row_of(findings_of(Evidence(stack, stack, coordinates, more.get("equal", {}), **found)))
 
 
 ALL = dict.fromkeys(range(1, 25), 1000)
@@ -92,11 +90,10 @@ MATCHES = {  # what was matched: the verdict, and what its sentence says
 def test_units_decide_by_share_strength_and_place(case):
     how, verdict, said = MATCHES[case]
     for embedding in (None, *OUTCOMES):
-        pair = judged_pair(**how, body="nothing", embedding=embedding)
-        assert pair.verdict == verdict and said in pair.sentence, pair.sentence
-    row, _ = row_of(pair)
-    told = next(each for each in pair.rows if each.layer == row["layer"])
-    assert (row["units_found"], row["units"], row["r"]) == (told.found, told.units, told.r)
+        row, details = judged_pair(**how, body="nothing", embedding=embedding)
+        assert row["verdict"] == verdict and said in row["sentence"], row["sentence"]
+    told = next(each for each in details["layers"] if each["layer"] == row["layer"])
+    assert (row["units_found"], row["units"], row["r"]) == (told["found"], told["units"], told["r"])
 
 
 def test_every_combination_of_coordinates():
@@ -112,29 +109,29 @@ def test_every_combination_of_coordinates():
             expected = SAME_BIRTH if alike == kin else INCONCLUSIVE
         elif not has_units and body in (None, "between"):
             expected = INCONCLUSIVE
-        assert judged_pair(**how).verdict == expected, how
+        assert judged_pair(**how)[0]["verdict"] == expected, how
     how |= {"body": "nothing", "may_have_mlps": True}  # a basis may have been changed
-    assert judged_pair(**how).verdict == INCONCLUSIVE
+    assert judged_pair(**how)[0]["verdict"] == INCONCLUSIVE
 
 
 def test_layers_count_once_whatever_shows_them():
     for equal, verdict in (({3: 4}, SAME_BIRTH), ({15: 15}, INCONCLUSIVE), ({3: 15}, INCONCLUSIVE)):
-        assert judged_pair({}, body="same", alike={15: (0.9, 0.5)}, equal=equal).verdict == verdict, equal
-    assert judged_pair({}, equal={3: 4, 5: 4}).verdict == INCONCLUSIVE
-    pair = judged_pair({}, equal={4: 1, 5: 2, 6: 3})
-    assert pair.verdict == SAME_BIRTH
+        row, _ = judged_pair({}, body="same", alike={15: (0.9, 0.5)}, equal=equal)
+        assert row["verdict"] == verdict, equal
+    assert judged_pair({}, equal={3: 4, 5: 4})[0]["verdict"] == INCONCLUSIVE
+    row, _ = judged_pair({}, equal={4: 1, 5: 2, 6: 3})
+    assert row["verdict"] == SAME_BIRTH
     begin = "matrices of layers 4-6 begin bit for bit as those of the base's layers 1-3; "
-    assert pair.sentence.startswith(begin), pair.sentence
+    assert row["sentence"].startswith(begin), row["sentence"]
 
 
 def test_chance_is_poisson_over_all_counts():
-    row = judged_pair({1: 12}).matched[0]
+    match = NeuronMatch(1, 1, 2, found=12, units=1000, r=0.2, by_chance=1)
     searches = (10**-6 / scipy.stats.poisson.sf(11, 1) / 3) ** 0.5  # three pairs of views, layers with layers
-    assert beyond_chance(row, int(searches)) and not beyond_chance(row, int(searches) + 1)
-    row = replace(row, found=900, by_chance=900, r=1.0)  # ties explain it
-    assert not beyond_chance(row, 1)
-    mark_neurons([row])
-    assert not row.has_neurons_of_base
+    assert chance_log10_p(match, int(searches)) <= -6 < chance_log10_p(match, int(searches) + 1)
+    match = replace(match, found=900, by_chance=900, r=1.0)  # ties explain it
+    assert chance_log10_p(match, 1) > -6
+    assert not marked([match])[0].is_base
 
 
 # ---- files that were made to fool it -----------------------------------------------------------------------

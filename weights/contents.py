@@ -26,6 +26,8 @@ class Weights:
         self.place = place  # the folder or file; None: not on the disk
         self.packed = dict(packed)  # how many numbers each tensor has that cannot be read
         self.shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        self.bytes_read = 0  # of what `read` returned so far, if someone wants to know,
+        self.digest = None  # and a SHA-256 of these
 
     @property
     def is_scaled(self):
@@ -46,7 +48,19 @@ class Weights:
         A part has an index or a slice for each of the first axes, or for the first axis row numbers, (n,).
         """
         with as_user_error(f"{self.place}: {name}"):
-            return finite(self.place, name, self.tensors[name].read(part))
+            weight = finite(self.place, name, self.tensors[name].read(part))
+        if self.digest is not None:
+            content = weight.contiguous().flatten().view(torch.uint8).numpy()
+            self.bytes_read += len(content)
+            self.digest.update(content)
+        return weight
+
+    @property
+    def files(self):
+        """The files that have the weights; none of a newborn."""
+        if self.place is None:
+            return []
+        return [self.place] if is_gguf(self.place) else weight_files(self.place)
 
 
 def finite(place, name, weight):
