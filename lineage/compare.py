@@ -16,12 +16,12 @@ from lib.results import HUB_COMMITS, Experiment
 from lib.runtime import progress, rank
 from lib.settings import Names, OutputSettings, UserError, at_least
 from lineage.align import embeddings_to_read, layers_to_read, likeliest_alignment, match_again, match_layers
-from lineage.bits import equal_layers, is_copy, same_numbers
+from lineage.bits import equal_layers, experts_by_layer, is_copy, same_numbers
 from lineage.coordinates import compare_coordinates, embedding_pairs
 from lineage.judge import INCONCLUSIVE, NO_EVIDENCE, SAME_BIRTH, VERDICTS, Evidence, findings_of
 from lineage.layout import find_stacks
 from lineage.partners import find_partners
-from lineage.samples import sample_of, samples_to_read
+from lineage.samples import sample_of, samples_of
 from lineage.wording import COLUMNS, row_of
 from sources.checkpoint import find_model
 from weights.vocabulary import token_ids
@@ -153,17 +153,13 @@ def fetch_first(*stacks):
 def fetch_samples(base, suspect, partners):
     """Expect the rows of matrices that bits and coordinates compare."""
     for side, stack in enumerate((base, suspect)):
-        parts = []
-        experts = {}
-        for number, partner in enumerate(partners, start=1):
-            place = number if side else partner.layer
-            experts.setdefault(place, {pair[side] for pair in partner.experts})
+        experts = experts_by_layer(partners, side)
+        samples = []
         for number, layer in enumerate(stack.layers, start=1):
-            parts += samples_to_read(layer, stack.source.shapes, experts.get(number, ()))
+            samples += samples_of(layer, stack.source.shapes, stack.width, experts.get(number)).values()
         for names in embedding_pairs(base, suspect):
-            name = names[side]
-            parts += [(name, part) for part in sample_of(name, stack.source.shapes[name]).parts]
-        stack.source.expect(parts)
+            samples.append(sample_of(names[side], stack.source.shapes[names[side]]))
+        stack.source.expect((sample.name, part) for sample in samples for part in sample.parts)
 
 
 def fetch_neurons(base, suspect, limit):

@@ -18,7 +18,7 @@ from torch import Tensor
 from lib.runtime import progress
 from lineage.names import end_of
 from lineage.partners import ALIKE_R
-from lineage.samples import is_varied, pairs_of_layers, read_sample, sample_of
+from lineage.samples import is_varied, read_sample, sample_of, samples_of
 
 CHANCE_LOG10_P = -6.0  # up to here nothing is chance's: no pair of 990 newborns passes (results/errors.json)
 MOST = 0.5  # of a layer's numbers, which must be compared before it is said to be the base's
@@ -78,21 +78,25 @@ def compare_coordinates(base, suspect, partners) -> Coordinates:
     embedding = embeddings_test(base, suspect)
     agreements = []  # (layer, role, Agreement)
     correlations, compared = defaultdict(list), defaultdict(int)
-    shapes, widths = (base.source.shapes, suspect.source.shapes), (base.width, suspect.width)
     # Each layer with its partner: all matrices, of which those along the stream have its coordinates
     for number, partner in enumerate(progress(partners, desc="coordinates", leave=False), start=1):
         if partner.layer is None:
             continue
         ours, theirs = base.layers[partner.layer - 1], suspect.layers[number - 1]
-        for pair in pairs_of_layers(ours, theirs, partner.experts, shapes, widths):
-            rows = [read_sample(base.source, pair.base), read_sample(suspect.source, pair.suspect)]
+        our_samples = samples_of(ours, base.source.shapes, base.width, [pair[0] for pair in partner.experts])
+        experts = [pair[1] for pair in partner.experts]
+        for key, sample in samples_of(theirs, suspect.source.shapes, suspect.width, experts).items():
+            other = our_samples.get(key)
+            if other is None or other.shape != sample.shape:
+                continue
+            rows = [read_sample(base.source, other), read_sample(suspect.source, sample)]
             if not all(map(is_varied, rows)):
                 continue
             found = agreement(*rows)
             correlations[number].append(found.r)
-            compared[number] += pair.suspect.size
-            if pair.suspect.shape[-1] == suspect.width:  # its rows are along the stream
-                agreements.append((number, pair.role, found))
+            compared[number] += sample.size
+            if sample.shape[-1] == suspect.width:  # its rows are along the stream
+                agreements.append((number, key[0], found))
     # All together, each layer by itself, each role by itself
     groups = defaultdict(list)
     for number, role, found in agreements:

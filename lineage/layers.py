@@ -4,6 +4,7 @@ What an MLP's matrices do is told by their names if these are known ones, else b
 writes to the stream what one or two others read from it.
 """
 
+import functools
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,6 +22,7 @@ from lineage.names import (
     size_of,
 )
 
+MLP_ROLES = ("gate", "up", "gate_up", "down")
 UNGATED = {"up", "down"}  # the roles in an MLP without a gate
 OF_ATTENTION = 4  # matrices that a layer without an MLP has
 
@@ -44,7 +46,7 @@ class Layer:
     size: int  # numbers in it
     unread: dict  # what of it cannot be looked at: how many numbers
 
-    @property
+    @functools.cached_property
     def experts(self):
         """The MLPs that are experts, by number."""
         return {mlp.number: mlp for mlp in self.mlps if mlp.number is not None}

@@ -11,8 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lineage.names import is_along
-from lineage.samples import is_varied, named_samples, read_sample, sample_of_role
+from lineage.samples import is_varied, read_sample, samples_of
 from lineage.views import MOST_EXPERTS, evenly_spaced
 
 ALIKE_R = 0.1  # of each matrix of a layer with its partner: strangers on a copied table have 0.035 at most
@@ -53,35 +52,30 @@ def likeness_of_layers(base, suspect):
     if not counts:
         return None
     best = max(counts, key=counts.get)
-    likeness = torch.zeros(len(base.layers), len(suspect.layers))
-    vectors = []
+    vectors = []  # of each stack by layer
     for stack, samples in zip((base, suspect), rows):
-        read = {place: read_sample(stack.source, sample) for place, sample in samples[best].items()}
-        read = {place: each - each.mean(0) for place, each in read.items() if is_varied(each)}
-        vectors.append({place: each.flatten() / each.norm() for place, each in read.items()})
-    if not all(vectors):
-        return None
-    ours, theirs = (torch.stack([*each.values()]) for each in vectors)
-    places = torch.meshgrid(*(torch.tensor([*each]) for each in vectors), indexing="ij")
-    likeness[places] = ours @ theirs.T
+        vectors.append({})
+        for place, sample in samples[best].items():
+            read = read_sample(stack.source, sample)
+            if is_varied(read):
+                centred = read - read.mean(0)
+                vectors[-1][place] = centred.flatten() / centred.norm()
+    likeness = torch.zeros(len(base.layers), len(suspect.layers))
+    for ours, vector in vectors[0].items():
+        for theirs, other in vectors[1].items():
+            likeness[ours, theirs] = torch.dot(vector, other)
     return likeness
 
 
 def fingerprints(stack):
-    """Samples of matrices that layers can be known by, {(role or name, shape): {layer's place: Sample}}."""
+    """Samples that layers can be known by, {(role or name, number, shape): {layer's place: Sample}}."""
     found = {}
-    shapes = stack.source.shapes
     for place, layer in enumerate(stack.layers):
-        samples = {}
-        for (key, number), sample in named_samples(layer, shapes).items():
-            if number is None and is_along(sample.name, sample.shape, stack.width):
-                samples[key] = sample
-        for mlp in layer.mlps[:1]:
-            for role in ("up", "down"):
-                samples[role] = sample_of_role(mlp, role, shapes, stack.width)
-        for key, sample in samples.items():
-            if sample is not None:
-                found.setdefault((key, sample.shape), {})[place] = sample
+        # of experts there is an order only if no router tells another one
+        experts = [] if layer.router else None
+        for key, sample in samples_of(layer, stack.source.shapes, stack.width, experts).items():
+            if stack.width in sample.shape[-2:]:
+                found.setdefault((*key, sample.shape), {})[place] = sample
     return found
 
 
