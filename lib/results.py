@@ -7,6 +7,7 @@ import math
 import platform
 import subprocess
 import time
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from lib.files import ROOT, atomic_file
 from lib.runtime import start, world_size
 from lib.settings import RunSettings, UserError, rank
 
+VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 HUB_COMMITS = {}  # the commit of each Hub name that this process read
 
 
@@ -59,6 +61,7 @@ def environment(device, dtype):
         "numpy": np.__version__,
         "dtype": str(dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine(),
+        "version": VERSION,
         "commit": commit(),
         "threads": torch.get_num_threads(),
         "processes": world_size(),

@@ -18,8 +18,7 @@ from lib.settings import UserError
 from lineage.judge import FEWEST_TOKENS, HALF, NeuronMatch, distinct, marked
 from lineage.matching import matched_neurons, mutual_neighbours
 from lineage.partners import expert_partners, router_rows
-from lineage.samples import BATCH
-from lineage.views import Neurons, evenly_spaced, living, readings, token_rows
+from lineage.views import BATCH, Neurons, evenly_spaced, living, readings, token_rows
 
 TOKENS, LEAST = 4, 2**14  # for each dimension, or in all, by which two models are compared
 SMALLEST_EIGENVALUE = 1e-6  # of a Gram matrix, in units of their mean: smaller ones are raised
@@ -67,8 +66,10 @@ def align_by(stacks, read, tokens, directions) -> Alignment:
     chosen = evenly_spaced(len(tokens[0]), max(LEAST, TOKENS * width))
     seen = [token_rows(stack, each.embedding, ids[chosen]) for stack, each, ids in zip(stacks, read, tokens)]
     roots = [cholesky_factor(rows) for rows in seen]
-    # Q'Q of the two, by R^-T E'E R^-1
-    basis = torch.linalg.solve_triangular(roots[0].T, products(*seen), upper=False)
+    basis = products(*seen)
+    del seen  # the largest of all that is in memory
+    # Q'Q of the two is R^-T E'E R^-1
+    basis = torch.linalg.solve_triangular(roots[0].T, basis, upper=False)
     basis = torch.linalg.solve_triangular(roots[1], basis, upper=True, left=False).float()
     likeness, (narrow, wide) = None, sorted(basis.shape)
     if len(chosen) >= FEWEST_TOKENS * wide:

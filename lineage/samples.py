@@ -71,7 +71,7 @@ def samples_of(layer: Layer, shapes, width, experts=None):
 
 
 def mlp_samples(mlp, shapes, width):
-    """The Samples of an MLP by role. Of a gate and an up in one matrix each is one, if they are its halves."""
+    """The Samples of an MLP by role. Gate and up in one matrix are two, if they are its halves."""
     samples = {}
     for role, name in mlp.matrices.items():
         shape = shapes[name][-2:]
@@ -107,15 +107,15 @@ def families(layer: Layer, shapes):
 
 
 def read_sample(source, sample: Sample) -> Tensor:
-    """The rows of a Sample as they are stored, (n, columns) of float32.
+    """The rows of a Sample as they are stored, (n, columns) of float32, with a diagonal of zeros.
 
-    Without the mean of its diagonal: a birth may be near a multiple of the identity.
+    A birth may be near a multiple of the identity.
     """
     columns = sample.shape[-1]
     rows = torch.cat([source.read(sample.name, part)[:, :columns] for part in sample.parts]).float()
     numbers = [torch.arange(part[-1].start, part[-1].stop) for part in sample.parts]
-    diagonal = (torch.arange(len(rows)), torch.cat(numbers) % columns)
-    return rows.index_put_(diagonal, -rows[diagonal].mean(), accumulate=True)
+    rows[torch.arange(len(rows)), torch.cat(numbers) % columns] = 0
+    return rows
 
 
 def is_varied(weight: Tensor):

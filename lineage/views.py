@@ -21,6 +21,7 @@ from lineage.layers import UNGATED, units_of
 
 LONGEST_ROW = 10.0  # of an embedding matrix, in units of the median: one token must not drown all others
 MOST_EXPERTS = 8  # of a layer that are read
+BATCH = 4096  # rows of an embedding matrix that are read, or multiplied, together
 RIDGE = 3.0  # of whitening: half more neurons are found under noise of three std than with 0.03
 
 
@@ -72,21 +73,12 @@ class Neurons:
         is_ungated = any(mlp.matrices.keys() == UNGATED for mlp in mlps)
         columns, is_alive = {}, True
         for view in ("up", "down") if is_ungated else ("gate", "up", "down"):
-            parts, lengths = [], []
-            for mlp in mlps:
-                rows = self.rows(mlp, view)
-                size = rows.norm(torch.inf, dim=1)
-                parts.append(self.root @ (rows / size.clamp(min=1e-30)[:, None]).T)
-                lengths.append(size)
-            alive = torch.cat(lengths) > 0
-            if alive.any():
-                columns[view] = torch.cat(parts, dim=1)
-                is_alive = alive & is_alive
-        views = {}
-        for view, each in columns.items():
-            each = each * is_alive
-            views[view] = whitened(each / each.norm(dim=0).clamp(min=1e-30))
-        return views
+            seen = torch.cat([self.root @ self.rows(mlp, view).T for mlp in mlps], dim=1)
+            lengths = seen.norm(dim=0)
+            if lengths.any():
+                columns[view] = seen.div_(lengths.clamp(min=1e-30))
+                is_alive = (lengths > 0) & is_alive
+        return {view: whitened(each.mul_(is_alive)) for view, each in columns.items()}
 
     def rows(self, mlp, view):
         """An MLP's neurons by their weights of a view, (m, d) float32."""
@@ -138,7 +130,9 @@ def whitened(columns: Tensor) -> Tensor:
 
 def token_rows(stack, embedding, ids) -> Tensor:
     """The rows (n, d) float32 of some tokens, centred; the longest are scaled to LONGEST_ROW."""
-    rows = stack.source.read(embedding, (ids,)).float()
+    rows = torch.empty(len(ids), stack.width)
+    for place in range(0, len(ids), BATCH):  # so that no more than the result is in memory
+        rows[place : place + BATCH] = stack.source.read(embedding, (ids[place : place + BATCH],))
     longest = LONGEST_ROW * rows.norm(dim=1).median().item()
     if longest > 0:
         rows.renorm_(2, 0, longest)

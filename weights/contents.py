@@ -2,19 +2,21 @@
 
 import math
 import re
+from os.path import isdir
 
 import torch
 
 from lib.files import as_user_error
 from lib.settings import UserError
 from weights import ranges
-from weights.files import folder_of, is_gguf, open_gguf, read_config, weight_files
+from weights.files import folder_of, is_gguf, open_gguf, read_config, read_index, weight_files
 from weights.fp8 import UNSCALED, with_scales
 from weights.storage import open_tensors
 
 FLOATS = ("F64", "F32", "F16", "BF16", UNSCALED)
 NO_WEIGHT = ("BOOL", "I64")  # which masks and lookup tables have
 MOMENT = re.compile(r"(?:^|[./])(?:\w*exp_avg\w*|momentum\w*|step)$")  # what an optimizer keeps of a weight
+SPARSE = re.compile(r"\.(?:compressed|bitmask|weight_meta|meta)$")  # numbers that are not zero, and where
 BUFFER = ("bias", "mask", "_ids", "_index", "freqs_cis")  # how names of tensors end that need not be weights
 
 
@@ -72,7 +74,10 @@ def finite(place, name, weight):
 
 def open_weights(place, may_be_packed=False) -> Weights:
     """The Weights in a folder or file; UserError for packed ones, unless some may be."""
-    tensors = open_gguf(place).tensors if is_gguf(place) else open_tensors(weight_files(place))
+    if is_gguf(place):
+        tensors = open_gguf(place).tensors
+    else:
+        tensors = open_tensors(weight_files(place), read_index(place) if isdir(place) else None)
     tensors = with_scales(read_config(place), tensors)
     bare = [name.replace("_orig_mod.", "").removeprefix("module.") for name in tensors]  # of compile, and DDP
     names = bare if len({*bare}) == len(tensors) else tensors
@@ -89,12 +94,18 @@ def open_weights(place, may_be_packed=False) -> Weights:
 
 def packed_error(place, packed):
     """The UserError of a checkpoint with packed tensors."""
+    if any(SPARSE.search(name) for name in packed):
+        remedy = "take the model that was pruned, or load this one by transformers with "
+        remedy += "CompressedTensorsConfig(run_compressed=False), and save it"
+        return UserError(f"{place}: {min(packed)} has sparse numbers without their zeros: {remedy}")
     remedy = "take the model that was quantised, or what transformers' dequantize() makes of this"
     return UserError(f"{place}: {min(packed)} has packed numbers: {remedy}")
 
 
 def is_packed(name, tensor):
     """Are a tensor's numbers those of a quantised matrix? Masks and lookup tables are not called weights."""
+    if SPARSE.search(name):
+        return True
     if tensor.kind in FLOATS or len(tensor.shape) < 2 or name.endswith(BUFFER):
         return False
     return tensor.kind not in NO_WEIGHT or name.endswith(("weight", "kernel"))

@@ -7,7 +7,7 @@ has all in it, may be named in its place.
 import functools
 import hashlib
 import re
-from os.path import exists, isdir, isfile
+from os.path import exists, isabs, isdir, isfile
 from pathlib import Path
 
 from lib.files import as_user_error, check_regular, read_json
@@ -19,6 +19,7 @@ from weights.gguf_config import config_of_header
 # In the order in which transformers looks for them.
 WEIGHT_FILES = ("model.safetensors", "model-*-of-*.safetensors")
 WEIGHT_FILES += ("pytorch_model.bin", "pytorch_model-*-of-*.bin")
+INDEX = "model.safetensors.index.json"  # decides, if the files that it names are there
 SHARD = re.compile(r"\d+(?=[-_.]of[-_](\d+))")  # in a file's name: which of how many
 
 
@@ -52,10 +53,35 @@ def folder_of(place):
     return place if isdir(place) else place.parent
 
 
+def read_index(place):
+    """The file of each tensor, {name: path}, by a folder's index; {} if a file that it names is not there."""
+    path = place / INDEX
+    if not isfile(path):
+        return {}
+    names = indexed_names(path)
+    files = {name: place / file for name, file in names.items()}
+    return files if all(isfile(file) for file in files.values()) else {}
+
+
+def indexed_names(path):
+    """What an index says, {tensor: name of its file}; {} if it is none. UserError for a file elsewhere."""
+    values = read_json(path)
+    names = values.get("weight_map") if isinstance(values, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        return {}
+    for name in names.values():
+        if isabs(name) or ".." in Path(name).parts:
+            raise UserError(f"{path} names a file outside its folder: {name}")
+    return names
+
+
 def weight_files(place):
-    """The files of a checkpoint's weights: one, or all shards of a model, which are known by their names."""
+    """The files of a checkpoint's weights: one, or all shards of a model, by its index or by their names."""
     paths = [place]
     if isdir(place):
+        indexed = sorted({*read_index(place).values()})
+        if indexed:
+            return indexed
         paths = next(filter(None, (sorted(place.glob(pattern)) for pattern in WEIGHT_FILES)), [])
     if not paths:
         there = ", ".join(sorted(path.name for path in place.glob("*"))[:5]) or "nothing"

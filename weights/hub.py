@@ -16,7 +16,7 @@ from huggingface_hub.utils import disable_progress_bars
 from lib.files import as_user_error
 from lib.settings import UserError, rank
 from weights import ranges
-from weights.files import WEIGHT_FILES
+from weights.files import INDEX, WEIGHT_FILES, indexed_names
 from weights.vocabulary import VOCABULARIES
 
 BESIDE = ("config.json", "tokenizer_config.json", "tokenizer.txt", *VOCABULARIES)  # what is read, too
@@ -32,7 +32,11 @@ def fetch(repo, revision=None, file=None, in_parts=False):
     with as_user_error(Path(repo)):
         try:
             commit, sizes = listing(repo, revision)
-            names = chosen(repo, list(sizes), file)
+            names = []
+            if file is None and INDEX in sizes:
+                folder = fetch_whole(repo, revision, commit, {INDEX: sizes[INDEX]}, is_told=False)
+                names = files_of_index(folder / INDEX, sizes)
+            names = names or chosen(repo, list(sizes), file)
             whole, parts = {}, {}
             for name in names:
                 is_read_in_parts = in_parts and name.endswith(IN_PARTS)
@@ -54,12 +58,12 @@ def cached(repo, commit, names):
     return [try_to_load_from_cache(repo, name, revision=commit) for name in names]
 
 
-def fetch_whole(repo, revision, commit, sizes):
+def fetch_whole(repo, revision, commit, sizes, is_told=True):
     """Fetch files, of these sizes by name; their folder, which notes of which revision they are."""
     paths = cached(repo, commit, sizes)
     if paths and None not in paths:
         return Path(paths[0].removesuffix([*sizes][0]))
-    if paths and rank() == 0:
+    if paths and is_told and rank() == 0:
         size = sum(size for size, path in zip(sizes.values(), paths) if path is None)
         print(f"not here: fetching {repo} from the Hub, {size / 1e9:.3g} GB", file=sys.stderr)
     if not sys.stderr.isatty():
@@ -101,6 +105,14 @@ def listing(repo, revision):
         commit = Path(folder).name
         found = [*Path(folder).iterdir(), *parts_folder(repo, commit).glob("*")]
         return commit, {path.name: path.stat().st_size for path in found}
+
+
+def files_of_index(path, there):
+    """The files that an index names, it, and what is read beside; [] if not all are there."""
+    indexed = {*indexed_names(path).values()}
+    if not indexed or not indexed <= there.keys():
+        return []
+    return [*sorted(indexed), INDEX, *(name for name in BESIDE if name in there)]
 
 
 def chosen(repo, there, file):

@@ -26,8 +26,8 @@ OTHER_FORMAT += ".safetensors, by torch.save, or as .gguf"
 NESTED = ("model", "state_dict", "model_state_dict", "module")  # where training scripts put the weights
 
 
-def open_tensors(paths):
-    """The LazyTensors of several files, by name."""
+def open_tensors(paths, index=None):
+    """The LazyTensors of several files, by name: those that an index, {name: path}, has in each; or all."""
     tensors = {}
     for path in paths:
         begun = beginning(path)
@@ -37,6 +37,8 @@ def open_tensors(paths):
             raise UserError(f"{path}: {OTHER_FORMAT}")
         with as_user_error(path):
             found = safetensors_of(path) if is_safe else pickled_tensors(path)
+        if index:
+            found = {name: tensor for name, tensor in found.items() if index.get(name) == path}
         if tensors.keys() & found.keys():
             raise UserError(f"{path} has a part of each matrix, as other files: join the parts first")
         tensors |= found
@@ -93,6 +95,8 @@ def tensors_in(values, prefix=""):
     for key, value in values.items():
         if isinstance(value, dict):
             tensors |= tensors_in(value, f"{prefix}{key}.")
+        elif isinstance(value, torch.Tensor) and value.layout != torch.strided:
+            raise UserError(f"{prefix}{key} is a sparse tensor: save what its to_dense() gives")
         elif isinstance(value, torch.Tensor):
             tensors[f"{prefix}{key}"] = in_memory(value.detach())
     return tensors

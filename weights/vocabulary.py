@@ -1,24 +1,43 @@
 """Which tokens does a checkpoint's tokenizer have, by what lies beside its weights?"""
 
+import functools
+import sys
 from os.path import exists
 
 import sentencepiece
 
-from lib.files import as_user_error, check_regular, read_json
+from lib.files import check_regular, read_json
+from lib.settings import rank
 from weights.files import folder_of, is_gguf, open_gguf
 
 VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")  # the surest first
 
 
 def token_ids(place):
-    """Each token's id by its string, as a checkpoint's tokenizer has them; {} for one that has none."""
-    with as_user_error(place):
+    """Each token's id by its string, as a checkpoint's tokenizer has them; {} for one that has none.
+
+    It only helps, so of a file that tells no such thing a word is said on stderr.
+    """
+    try:
         vocabulary = vocabulary_of(place)
         if isinstance(vocabulary, list):  # of strings, or of strings and their scores
             strings = [token[0] if isinstance(token, list) else token for token in vocabulary]
             vocabulary = dict(zip(strings, range(len(strings))))
+        if not all(type(number) is int and number >= 0 for number in vocabulary.values()):
+            raise ValueError("its tokens have no whole numbers")
         # a blank is written in one way
         return {token.replace("\u0120", "\u2581"): number for token, number in vocabulary.items()}
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".partition("\n")[0]
+        note(f"{place}: its tokenizer's file tells no vocabulary ({said}): tokens are known by their numbers")
+        return {}
+
+
+@functools.cache
+def note(text) -> None:
+    """Say something on stderr, once."""
+    if rank() == 0:
+        print(text, file=sys.stderr)
 
 
 def vocabulary_of(place):
