@@ -91,11 +91,17 @@ def mlps_of(names, shapes, width):
     for rest, full in names.items():
         if len(shapes[full]) in (2, 3) and not ATTENTION.search(rest):
             others[rest] = shapes[full]
+    inner, squares = Counter(), Counter()
+    for rest, shape in others.items():
+        if width not in shape[-2:]:
+            inner[min(shape[-2:])] += 1
+        elif shape[-2:] == (width, width):
+            squares[owner_of(rest)] += 1
     along = {rest: shape for rest, shape in others.items() if is_along(names[rest], shape, width)}
     mlps = []
     plain = {rest: shape for rest, shape in along.items() if len(shape) == 2}
     for roles in all_roles(plain, width):
-        if is_rank(roles, others, width):
+        if is_rank(roles, others, width, inner, squares):
             return [], True
         number = expert_key(roles["down"])[1]
         mlps.append(made_mlp(roles, names, None, number))
@@ -103,7 +109,7 @@ def mlps_of(names, shapes, width):
         mlps = [mlps[0]._replace(number=None)]
     stacked = {rest: shape for rest, shape in along.items() if len(shape) == 3}
     for roles in all_roles(stacked, width):
-        if is_rank(roles, others, width):
+        if is_rank(roles, others, width, inner, squares):
             return [], True
         for index in range(others[roles["down"]][0]):
             mlps.append(made_mlp(roles, names, index, index))
@@ -194,19 +200,17 @@ def units_of(shape, width):
     return shape[-2] if shape[-1] == width else shape[-1]
 
 
-def is_rank(roles, shapes, width):
+def is_rank(roles, shapes, width, inner, squares):
     """Is an MLP's number of neurons the rank of matrices that are stored as products, U V?
 
-    Then beside each matrix along the stream stands one of which it is the smaller size; or, if it is the
-    width, a square one.
+    Then beside each matrix along the stream stands one of which it is the smaller size, as `inner` counts
+    them; or, if it is the width, a square one of the same owner, as `squares` counts them.
     """
-    units = units_of(shapes[roles["down"]], width)
-    inner = [min(shape[-2:]) for shape in shapes.values() if width not in shape[-2:]]
-    if inner.count(units) >= len(roles):
+    if inner[units_of(shapes[roles["down"]], width)] >= len(roles):
         return True
-    owners = {owner_of(rest) for rest in roles.values()}
-    beside = [rest for rest in shapes.keys() - roles.values() if owner_of(rest) in owners]
-    return sum(shapes[rest][-2:] == (width, width) for rest in beside) == len(roles)
+    beside = sum(squares[owner] for owner in {owner_of(rest) for rest in roles.values()})
+    own = sum(shapes[rest][-2:] == (width, width) for rest in roles.values())
+    return beside - own == len(roles)
 
 
 def router_of(names, mlps, shapes, width):
