@@ -89,7 +89,10 @@ def align_by(stacks, read, tokens, directions) -> Alignment:
 
 def products(a: Tensor, b: Tensor) -> Tensor:
     """A'B of two matrices of equal rows, (n, d) and (n, e), in float64."""
-    return sum((rows_a.T @ rows_b).double() for rows_a, rows_b in zip(a.split(BATCH), b.split(BATCH)))
+    total = torch.zeros(a.shape[1], b.shape[1], dtype=torch.float64)
+    for rows_a, rows_b in zip(a.split(BATCH), b.split(BATCH)):
+        total += rows_a.T @ rows_b
+    return total
 
 
 def cholesky_factor(rows: Tensor) -> Tensor:
