@@ -65,9 +65,8 @@ def align_by(stacks, read, tokens, directions) -> Alignment:
     width = max(stack.width for stack in stacks)
     chosen = evenly_spaced(len(tokens[0]), max(LEAST, TOKENS * width))
     seen = [token_rows(stack, each.embedding, ids[chosen]) for stack, each, ids in zip(stacks, read, tokens)]
-    roots = [cholesky_factor(rows) for rows in seen]
     basis = products(*seen)
-    del seen  # the largest of all that is in memory
+    roots = [cholesky_factor(seen.pop(0)) for _ in stacks]  # these rows are the largest of all: none is kept
     # Q'Q of the two is R^-T E'E R^-1
     basis = torch.linalg.solve_triangular(roots[0].T, basis, upper=False)
     basis = torch.linalg.solve_triangular(roots[1], basis, upper=True, left=False).float()
