@@ -160,26 +160,29 @@ def score_of(alignment, ours, theirs):
 
 def layers_to_read(base, suspect, limit):
     """The layers of two stacks that are compared: up to `limit` (None: all), but all of a deeper one."""
-    numbers = []
-    for stack in (base, suspect):
-        numbers.append([n for n, layer in enumerate(stack.layers, start=1) if layer.mlps])
-    depths = [len(each) for each in numbers]
-    chosen = []
-    for each in numbers:
-        is_deeper = len(each) > min(depths)
-        chosen.append([each[place] for place in evenly_spaced(len(each), None if is_deeper else limit)])
-    return chosen
+    numbers = [layers_with_mlps(base), layers_with_mlps(suspect)]
+    fewest = min(map(len, numbers))
+    return [some_of(layers, limit if len(layers) == fewest else None) for layers in numbers]
+
+
+def layers_with_mlps(stack):
+    """The numbers of its layers that have MLPs, from 1."""
+    return [number for number, layer in enumerate(stack.layers, start=1) if layer.mlps]
+
+
+def some_of(layers, limit):
+    """Up to `limit` of some layers, evenly spaced; None: all."""
+    return [layers[place] for place in evenly_spaced(len(layers), limit)]
 
 
 def some_of_the_shallower(base, suspect, ours, theirs):
     """Of layers to read TRIED, of both stacks if they are of one depth; else all of the deeper stack's."""
-    few = [[layers[place] for place in evenly_spaced(len(layers), TRIED)] for layers in (ours, theirs)]
-    depths = [sum(bool(layer.mlps) for layer in stack.layers) for stack in (base, suspect)]
-    if depths[0] > depths[1]:
-        return ours, few[1]
-    if depths[0] < depths[1]:
-        return few[0], theirs
-    return few
+    excess = len(layers_with_mlps(base)) - len(layers_with_mlps(suspect))
+    if excess > 0:
+        return ours, some_of(theirs, TRIED)
+    if excess < 0:
+        return some_of(ours, TRIED), theirs
+    return some_of(ours, TRIED), some_of(theirs, TRIED)
 
 
 def layer_map(alignment: Alignment, ours, theirs):
@@ -205,8 +208,9 @@ def layer_map(alignment: Alignment, ours, theirs):
                 break
             for place in places:
                 chosen = experts[ours[place], layer]
-                base_views = alignment.base.views(ours[place], [number for number, _ in chosen])
-                views = alignment.views(layer, [number for _, number in chosen])
+                our_experts, their_experts = zip(*chosen) if chosen else ((), ())
+                base_views = alignment.base.views(ours[place], our_experts)
+                views = alignment.views(layer, their_experts)
                 if view not in views or view not in base_views:
                     continue
                 key = (place, view, *chosen)
@@ -262,8 +266,8 @@ def match_layer(alignment: Alignment, base_layer, layer, experts, neurons) -> Ne
     The null: how many neurons still match after the rows of one model's basis are permuted, so that nothing
     ties the two any more.
     """
-    ours = alignment.base.views(base_layer, [number for number, _ in experts])
-    theirs = alignment.views(layer, [number for _, number in experts])
+    our_experts, their_experts = zip(*experts) if experts else ((), ())
+    ours, theirs = alignment.base.views(base_layer, our_experts), alignment.views(layer, their_experts)
     common = [view for view in ours if view in theirs]
     # All neurons of the smaller layer can be matched: of these some are taken.
     sizes = [next(iter(views.values())).shape[1] if common else 0 for views in (ours, theirs)]
@@ -272,20 +276,24 @@ def match_layer(alignment: Alignment, base_layer, layer, experts, neurons) -> Ne
     ours = {view: ours[view][:, our_ids] for view in common}
     theirs = {view: theirs[view][:, their_ids] for view in common}
     order = torch.from_numpy(keyed_generator("null of units").permutation(len(alignment.basis)))
-    counted = []  # as they are, and by chance
-    for basis in (alignment.basis, alignment.basis[order]):
-        neighbours = [mutual_neighbours((ours[view].T @ basis @ theirs[view]).abs_()) for view in common]
-        counted.append(matched_neurons(neighbours))
-    (places, partners, strengths), (by_chance, _, _) = counted
+    places, partners, strengths = matched_by(alignment.basis, ours, theirs)
+    by_chance, _, _ = matched_by(alignment.basis[order], ours, theirs)
     in_place = torch.tensor(our_ids)[places] == torch.tensor(their_ids)[partners]
-    stacks = (alignment.base.stack, alignment.suspect.stack)
     return NeuronMatch(
         layer=layer,
         closest=base_layer,
-        num_middle=sum(stack.is_middle(number) for stack, number in zip(stacks, (base_layer, layer))),
+        num_middle=alignment.base.stack.is_middle(base_layer) + alignment.suspect.stack.is_middle(layer),
         found=len(places),
         units=min(living(ours), living(theirs)),
         r=strengths.median().item() if len(places) else 0.0,
         by_chance=len(by_chance),
         in_place=int(in_place.sum()),
     )
+
+
+def matched_by(basis, ours, theirs):
+    """What `matched_neurons` finds in the views of two layers, {view: (k, m)}, of the same names."""
+    neighbours = []
+    for view, columns in ours.items():
+        neighbours.append(mutual_neighbours((columns.T @ basis @ theirs[view]).abs_()))
+    return matched_neurons(neighbours)

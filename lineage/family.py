@@ -22,7 +22,7 @@ def draw_family(path, models, rows) -> None:
     heat.set_facecolor("lightgrey")
     shown = closeness[np.ix_(order, order)]
     image = heat.imshow(shown, cmap="cividis", vmin=0, vmax=1, aspect="auto", origin="lower")
-    labels = [short_names([model.name for model in models])[i] for i in order]
+    labels = np.array(short_names([model.name for model in models]))[order]
     heat.set_xticks(range(count), labels, rotation=40, ha="right", fontsize=8)
     heat.set_yticks(range(count), labels, fontsize=8)
     figure.colorbar(image, label="closeness: 1 - distance, or r of neurons")

@@ -67,7 +67,9 @@ def layer_of(names, shapes, width):
     unread = {"adapters": size_of(added, shapes)}
     if mlps:
         # What neither reads the stream, nor writes to it, nor is part of an MLP, as Mamba's x_proj is
-        read = {full for mlp in mlps for full in mlp.matrices.values()}
+        read = set()
+        for mlp in mlps:
+            read.update(mlp.matrices.values())
         owners = {owner_of(rest) for rest, full in kept.items() if full in read}
         off = []
         for rest in unknown:
@@ -87,31 +89,29 @@ def mlps_of(names, shapes, width):
 
     {"mlp.up_proj.weight": (704, 256), "mlp.down_proj.weight": (256, 704), ...} is one MLP of owner "mlp".
     """
-    others = {}
+    plain, stacked = {}, {}  # along the stream, of an MLP each, or of a stack of experts
+    inner, squares = Counter(), Counter()  # as `is_rank` asks for them
     for rest, full in names.items():
-        if len(shapes[full]) in (2, 3) and not ATTENTION.search(rest):
-            others[rest] = shapes[full]
-    inner, squares = Counter(), Counter()
-    for rest, shape in others.items():
+        shape = shapes[full]
+        if len(shape) not in (2, 3) or ATTENTION.search(rest):
+            continue
         if width not in shape[-2:]:
             inner[min(shape[-2:])] += 1
         elif shape[-2:] == (width, width):
             squares[owner_of(rest)] += 1
-    along = {rest: shape for rest, shape in others.items() if is_along(names[rest], shape, width)}
+        if is_along(full, shape, width):
+            (plain if len(shape) == 2 else stacked)[rest] = shape
     mlps = []
-    plain = {rest: shape for rest, shape in along.items() if len(shape) == 2}
     for roles in all_roles(plain, width):
-        if is_rank(roles, others, width, inner, squares):
+        if is_rank(roles, plain, width, inner, squares):
             return [], True
-        number = expert_key(roles["down"])[1]
-        mlps.append(made_mlp(roles, names, None, number))
+        mlps.append(made_mlp(roles, names, None, expert_key(roles["down"])[1]))
     if len(mlps) == 1:  # a number in its name is no expert's
         mlps = [mlps[0]._replace(number=None)]
-    stacked = {rest: shape for rest, shape in along.items() if len(shape) == 3}
     for roles in all_roles(stacked, width):
-        if is_rank(roles, others, width, inner, squares):
+        if is_rank(roles, stacked, width, inner, squares):
             return [], True
-        for index in range(others[roles["down"]][0]):
+        for index in range(stacked[roles["down"]][0]):
             mlps.append(made_mlp(roles, names, index, index))
     return mlps, False
 
@@ -128,12 +128,17 @@ def all_roles(shapes, width):
     owners = defaultdict(dict)
     for rest, shape in shapes.items():
         owners[owner_of(rest)][rest] = shape
-    found = [roles for roles in (roles_of(members, width) for members in owners.values()) if roles]
+    found, whole = [], []
+    for members in owners.values():
+        roles = roles_of(members, width)
+        if roles:
+            found.append(roles)
+            if len(roles) == len(members):
+                whole.append(roles)
     if not found:
         together = roles_of(shapes, width)
         return [together] if together else []
     # An MLP is all that its owner has, while two matrices of an attention may look like one;
-    whole = [roles for roles in found if len(roles) == len(owners[owner_of(roles["down"])])]
     found = whole or found
     # and one that a name tells is surer than one that shapes tell.
     named = [roles for roles in found if is_called(roles["down"], WRITE)]
@@ -165,9 +170,10 @@ def roles_by_shape(shapes, width):
 
     They are stored as (outputs, inputs); or the other way, if more would write than read.
     """
-    oblong = [rest for rest, shape in shapes.items() if shape[-1] != shape[-2]]
-    readers = [rest for rest in oblong if shapes[rest][-1] == width]
-    writers = [rest for rest in oblong if shapes[rest][-1] != width]
+    readers, writers = [], []
+    for rest, shape in shapes.items():
+        if shape[-1] != shape[-2]:
+            (readers if shape[-1] == width else writers).append(rest)
     if len(writers) > len(readers):  # stored as (inputs, outputs)
         readers, writers = writers, readers
     return joined(readers, writers, shapes, width)
@@ -215,13 +221,14 @@ def is_rank(roles, shapes, width, inner, squares):
 
 def router_of(names, mlps, shapes, width):
     """The name of the matrix that chooses a layer's experts; None without one."""
-    numbers = {mlp.number for mlp in mlps} - {None}
-    if len(numbers) < 2:
-        return None
-    taken = {full for mlp in mlps for full in mlp.matrices.values()}
-    fitting = [
-        full for full in names.values() if shapes[full] in ((len(numbers), width), (width, len(numbers)))
-    ]
-    fitting = [full for full in fitting if full not in taken]
+    numbers, taken = set(), set()
+    for mlp in mlps:
+        numbers |= {mlp.number} - {None}
+        taken.update(mlp.matrices.values())
+    count = len(numbers)
+    fitting = []
+    for full in names.values():
+        if count > 1 and full not in taken and shapes[full] in ((count, width), (width, count)):
+            fitting.append(full)
     called = [full for full in fitting if is_called(full, ROUTER)]
     return next(iter(called or fitting), None)

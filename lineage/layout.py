@@ -115,13 +115,18 @@ def find_stacks(source, model=""):
     """
     shapes = source.shapes
     runs = runs_of(shapes)
-    inside = {full for run in runs for names in run.layers for full in names.values()}
-    outside = {full: shape for full, shape in shapes.items() if full not in inside}
+    outside = dict(shapes)
+    for run in runs:
+        for names in run.layers:
+            for full in names.values():
+                del outside[full]
     if not runs:
         widths = [shape[1] for full, shape in outside.items() if is_embedding(full, shape)]
         runs = [Run("", max(widths, default=0), [], 0)]
     stated = stated_counts(source.place)
-    stacks = [stack_of(source, model, run, outside_of(run, runs, outside, stated)) for run in runs]
+    stacks = []
+    for run in runs:
+        stacks.append(stack_of(source, model, run, outside_of(run, runs, outside, stated)))
     if source.packed and not any(stack.has_mlps for stack in stacks):
         raise packed_error(source.place, source.packed)
     stacks.sort(key=lambda stack: stack.size, reverse=True)
@@ -144,15 +149,19 @@ def find_stacks(source, model=""):
 def stack_of(source, model, run, beside: Outside):
     """The Stack of a run of layers and what stands beside it."""
     layers = [layer_of(names, source.shapes, run.width) for names in run.layers]
-    packed = sum(count for full, count in source.packed.items() if full.startswith(run.prefix))
-    size = packed + sum(layer.size for layer in layers)
-    counts = Counter({"packed weights": packed, "adapters": size_of(beside.adapters, source.shapes)})
+    counts = Counter({"adapters": size_of(beside.adapters, source.shapes)})
+    for full, count in source.packed.items():
+        if full.startswith(run.prefix):
+            counts["packed weights"] += count
+    size = counts["packed weights"]
+    is_known = False
     for layer in layers:
+        size += layer.size
         counts.update(layer.unread)
+        is_known = is_known or bool(layer.mlps) or any(layer.unread.values())
     turns = [full for full in source.shapes if full.endswith(TURNS)]
     counts["changes of basis"] = size_of(turns, source.shapes)
     unread = {what: count / max(1, size) for what, count in counts.items() if count}
-    is_known = any(layer.mlps or sum(layer.unread.values()) for layer in layers)
     may_have_mlps = states_mlps(source.place) or is_known
     may_have_mlps = may_have_mlps and bool(beside.embeddings or not beside.with_images)
     found = (beside.embeddings, beside.lm_heads, unread, may_have_mlps, beside.may_read_tokens)
@@ -171,33 +180,38 @@ def missing_of(stack, stated, most_layers):
 
 def outside_of(run, runs, outside, stated) -> Outside:
     """A run's embedding matrices and heads among what stands outside all layers; and may it read tokens?"""
-    # What is its own, by the beginning of its name: do images lead to it?
-    beside = {full: shape for full, shape in outside.items() if run in closest(full, runs)}
-    own = [full for full in beside if closest(full, runs) == [run]]
-    with_images = any(leads_from_images(full, outside[full], run.width) for full in own)
-    # Matrices (tokens, d) are heads by their names, embedding matrices by theirs,
     fitting = [other for other in runs if other.width == run.width]
-    tall = [full for full, shape in outside.items() if len(shape) == 2 and shape[1] == run.width]
-    tall = [full for full in tall if run in closest(full, fitting)]
-    heads = [full for full in tall if is_lm_head(full)]
-    named = [full for full in tall if is_embedding(full, outside[full])]
-    # or else by their size, unless their names speak against it; a draft's head has a vocabulary of its own.
-    likely = []
-    for full in tall:
-        speaks_against = full not in heads and any(word in end_of(full) for word in NO_EMBEDDING)
-        if not (speaks_against or with_images or outside[full][0] == stated["draft"]):
-            likely.append(full)
+    adapters, heads, named, likely, large = [], [], [], [], []
+    with_images, most = False, 0
+    for full, shape in outside.items():
+        nearest = closest(full, runs)
+        if nearest == [run] and leads_from_images(full, shape, run.width):
+            with_images = True
+        if len(shape) > 1 and ADDED.search(full):
+            adapters.append(full)
+        if len(shape) != 2:
+            continue
+        if is_embedding(full, shape):
+            most = max(most, shape[0])
+        if run in nearest and run.width in shape and not is_lm_head(full):
+            large.append(max(shape))
+        if shape[1] == run.width and run in closest(full, fitting):
+            if is_lm_head(full):
+                heads.append(full)
+            if is_embedding(full, shape):
+                named.append(full)
+            if is_lm_head(full) or not any(word in end_of(full) for word in NO_EMBEDDING):
+                likely.append(full)
+    # Where no name tells an embedding matrix, a large one is it; a draft's head has tokens of its own.
+    if with_images:
+        likely = []
+    likely = [full for full in likely if outside[full][0] != stated["draft"]]
     half = max((outside[full][0] for full in likely), default=0) / 2
     likely = [full for full in likely if outside[full][0] >= half]
     embeddings = named or [full for full in likely if full not in heads] or likely  # a tied head
     # Whatever is as large as half of an embedding matrix may be one, however it is stored.
-    most = max((shape[0] for full, shape in outside.items() if is_embedding(full, shape)), default=0)
-    large = []
-    for full, shape in beside.items():
-        if len(shape) == 2 and run.width in shape and 2 * max(shape) >= most and not is_lm_head(full):
-            large.append(full)
-    may_read_tokens = bool(embeddings or (large and not with_images))
-    adapters = [full for full, shape in outside.items() if len(shape) > 1 and ADDED.search(full)]
+    is_large = max(large, default=0) * 2 >= most and bool(large)
+    may_read_tokens = bool(embeddings) or (is_large and not with_images)
     return Outside(embeddings, heads or embeddings, may_read_tokens, with_images, adapters)
 
 
@@ -228,15 +242,21 @@ def runs_among(groups, least, shapes, widths):
     """The Runs of at least so many layers among tensors by prefix and number; none has what another has."""
     found, taken = [], set()
     for prefix in sorted(groups, key=lambda prefix: (len(prefix), prefix)):
-        group = {n: names for n, names in groups[prefix].items() if taken.isdisjoint(names.values())}
+        group = []  # the tensors of each number, in its order
+        has_layers = False
+        for _, names in sorted(groups[prefix].items()):
+            if taken.isdisjoint(names.values()):
+                group.append(names)
+                has_layers = has_layers or any(map(LAYER.search, names))
         is_named = LAYER.search(f"{prefix}0.") is not None
-        if not is_named and any(LAYER.search(rest) for names in group.values() for rest in names):
+        if has_layers and not is_named:
             continue
-        width = width_of(shapes, group.values(), widths)
-        layers = [group[n] for n in sorted(group) if is_layer(shapes, group[n].values(), width)]
+        width = width_of(shapes, group, widths)
+        layers = [names for names in group if is_layer(shapes, names.values(), width)]
         if len(layers) >= least or (is_named and len(layers) == len(group) == 1):
             found.append(Run(prefix, width, layers, len(group)))
-            taken.update(name for names in layers for name in names.values())
+            for names in layers:
+                taken.update(names.values())
     return found
 
 
@@ -253,7 +273,9 @@ def width_of(shapes, layers, named_widths):
         for shape in matrices:
             is_linking = inner.issuperset(shape[-2:])
             linking.update(dict.fromkeys(shape[-2:], is_linking * math.prod(shape)))
-    counts = {size: sum(is_layer(shapes, names.values(), size) for names in layers) for size in linking}
+    counts = Counter()
+    for names in layers:
+        counts.update(size for size in linking if is_layer(shapes, names.values(), size))
 
     def likelihood(size):
         return counts[size], size in named_widths, linking[size], -size
@@ -264,7 +286,8 @@ def width_of(shapes, layers, named_widths):
 def is_layer(shapes, names, width):
     """Has a layer of such tensors a matrix that reads the stream, and another one that writes to it?"""
     axes = [shapes[name][-2:] for name in names if is_along(name, shapes[name], width)]
-    return len(axes) > 1 and all(width in sizes for sizes in zip(*axes))
+    outputs, inputs = zip(*axes) if axes else ((), ())
+    return len(axes) > 1 and width in outputs and width in inputs
 
 
 def closest(name, runs):

@@ -73,7 +73,7 @@ class Neurons:
         is_ungated = any(mlp.matrices.keys() == UNGATED for mlp in mlps)
         columns, is_alive = {}, True
         for view in ("up", "down") if is_ungated else ("gate", "up", "down"):
-            seen = torch.cat([self.root @ self.rows(mlp, view).T for mlp in mlps], dim=1)
+            seen = torch.cat([self.root @ scaled(self.rows(mlp, view)).T for mlp in mlps], dim=1)
             lengths = seen.norm(dim=0)
             if lengths.any():
                 columns[view] = seen.div_(lengths.clamp(min=1e-30))
@@ -95,6 +95,11 @@ class Neurons:
         if self.reading.interleaved:
             return fused[role == "up" :: 2].float()
         return (fused[count:] if role == "up" else fused[:count]).float()
+
+
+def scaled(weight: Tensor) -> Tensor:
+    """A matrix whose largest |number| is 1, in place, so that no product overflows."""
+    return weight.div_(weight.norm(torch.inf).clamp(min=1e-30))
 
 
 def is_stored_along(width, name, shape, turned, writes):
