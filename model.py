@@ -121,56 +121,59 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Causal softmax(q k^T / sqrt(Dh)) v, (B, H, T, Dh), of q (B, H, T, Dh), k and v (B, G, T, Dh).
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, hides: Tensor | None = None) -> Tensor:
+    """Causal softmax(q k^T / sqrt(Dh)) v, (B, H, Q, Dh), of q (B, H, Q, Dh), k and v (B, G, K, Dh).
 
-    q may be the last position alone. If there is one more key than queries, key 0 is a learned sink that all
-    see.
+    q may be the last position alone. If there are more keys than queries, all queries see the first ones.
+    `hides` (Q, K) marks what is hidden besides.
     """
-    if 1 < q.shape[2] < k.shape[2]:
-        q = torch.cat((q[:, :, :1], q), dim=2)  # is_causal pairs a copy, which is dropped, with key 0
-        return causal_attention(q, k, v)[:, :, 1:]
+    Q, K = q.shape[2], k.shape[2]
+    if hides is not None:
+        sees = torch.ones_like(hides).tril(K - Q) & ~hides
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=k.shape[1] < q.shape[1])
+    if 1 < Q < K:
+        first = q[:, :, :1].expand(
+            -1, -1, K - Q, -1
+        )  # is_causal pairs copies, which are dropped, with these keys
+        return causal_attention(torch.cat((first, q), dim=2), k, v)[:, :, K - Q :]
     if q.device.type == "cpu":
         return kernels.causal_attention(q, k, v)
-    is_causal = q.shape[2] > 1
-    return F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=k.shape[1] < q.shape[1])
+    return F.scaled_dot_product_attention(q, k, v, is_causal=Q > 1, enable_gqa=k.shape[1] < q.shape[1])
 
 
-def with_sink(sink: Tensor | None, x: Tensor) -> Tensor:
-    """Prepend an explicit sink's key or value (G Dh,), if any, to x (B, G, T, Dh): (B, G, 1 + T, Dh).
+def weights_on(attention, q: Tensor, k: Tensor, positions: Tensor, hides: Tensor | None = None):
+    """Yield the weights (B, H, Q, n) on some of K positions (K,), at most Dh at a time.
 
-    The key is not rotated, so a query sees it at position 1, whose RoPE angle is 0.
-    """
-    if sink is None:
-        return x
-    sink = sink.to(x.dtype).view(1, x.shape[1], 1, -1)  # (1, G, 1, Dh)
-    return torch.cat((sink.expand(len(x), -1, -1, -1), x), dim=2)
-
-
-def mean_attention(q: Tensor, k: Tensor, sink_key: Tensor | None, positions) -> Tensor:
-    """alpha (B, H, K): the weight on each of K positions, averaged over the queries that see it (BB 6.2.1).
-
-    Attention returns weighted means of values. With one-hot values these are the weights, and no T x T matrix
-    is stored. Values are as wide as keys, so we ask for Dh positions at a time. An explicit sink has position
-    0; a position that no key has gets 0. For three tokens whose queries weigh the keys by
+    Attention returns weighted sums of values. With one-hot values these are the weights, and no T x T matrix
+    is stored. What stands in front of the text has the positions 0, -1, ... from its end; a position that no
+    key has gets 0. For three tokens whose queries weigh the keys by
 
         (1, 0, 0), (0.5, 0.5, 0), (0.2, 0.3, 0.5)
 
-    alpha_1 is (1 + 0.5 + 0.2) / 3 and alpha_2 (0.5 + 0.3) / 2. With positions (1, 2) the values of the three
-    keys are (1, 0), (0, 1) and (0, 0), so query 3 returns (0.2, 0.3).
+    and positions (1, 2), the values of the three keys are (1, 0), (0, 1) and (0, 0): query 3 returns (0.2, 0.3).
     """
-    keys = with_sink(sink_key, k)
+    keys, _ = attention.with_front(k, k)
     T, Dh = k.shape[2:]
-    places = torch.arange(1 if sink_key is None else 0, T + 1, device=k.device)  # the keys' positions
-    positions = torch.as_tensor(positions, device=k.device)
-    sums = []
+    places = torch.arange(1 + T - keys.shape[2], T + 1, device=k.device)  # the keys' positions
     for part in positions.split(Dh):
-        one_hot = (places[:, None] == part).to(keys.dtype)  # (keys, K)
-        values = F.pad(one_hot, (0, Dh - len(part))).expand_as(keys).contiguous()
-        weights = causal_attention(q, keys, values)[..., : len(part)]  # (B, H, T, K)
-        sums.append(weights.sum(2, dtype=torch.float32))
-    queries = T + 1 - positions.clamp(1, T)  # (K,): how many see it; position 0, all
-    return torch.cat(sums, dim=2) / queries
+        one_hot = (places[:, None] == part).to(keys.dtype)  # (keys, n)
+        values = F.pad(one_hot, (0, Dh - len(part))).expand_as(keys).contiguous()  # as wide as keys
+        yield attention.attend(q, keys, values, hides)[..., : len(part)]
+
+
+def mean_attention(attention, q: Tensor, k: Tensor, positions) -> Tensor:
+    """alpha (B, H, K): the weight on each of K positions, averaged over the queries that see it (BB 6.2.1).
+
+    In the example of `weights_on` alpha_1 is (1 + 0.5 + 0.2) / 3 and alpha_2 (0.5 + 0.3) / 2. Which queries
+    see a position is asked of attention itself, by queries of zeros, which weigh alike all that they see.
+    """
+    positions = torch.as_tensor(positions, device=k.device)
+    sums = [weights.sum(2, dtype=torch.float32) for weights in weights_on(attention, q, k, positions)]
+    key = (q.shape[2], k.shape[2], len(attention.front()), *positions.tolist())
+    if key not in attention.seen:
+        seen = [(part > 0).sum(2) for part in weights_on(attention, 0 * q[:1], k[:1], positions)]
+        attention.seen[key] = torch.cat(seen, dim=2)
+    return torch.cat(sums, dim=2) / attention.seen[key].clamp(min=1)
 
 
 class Attention(nn.Module):
@@ -186,6 +189,8 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(d, config.kv_heads * Dh, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * Dh, d, bias=False)
         self.head_norm = RMSNorm(Dh, 1e-6) if config.attn_calibration == "headnorm" else None
+        self.constants = []  # that measures put in front of the text: a key and a value each, (G Dh,)
+        self.seen = {}  # how many queries see a position (`mean_attention`)
         self.sink_key = self.sink_value = None
         if config.explicit_sink:  # vectors, which have no weight decay
             self.sink_key = nn.Parameter(torch.zeros(config.kv_heads * Dh))  # init.py draws it
@@ -201,12 +206,40 @@ class Attention(nn.Module):
         cos, sin = cos_sin  # (T, 1, Dh/2) each
         q = rotate(q, cos[first:], sin[first:]).transpose(1, 2)  # (B, H, Q, Dh)
         k = rotate(k, cos, sin).transpose(1, 2)  # (B, G, T, Dh)
-        heads = causal_attention(q, with_sink(self.sink_key, k), with_sink(self.sink_value, v))
+        heads = self.attend(q, *self.with_front(k, v))
         heads = self.calibrate(heads, T)  # (B, H, Q, Dh)
         if on_heads is not None:
-            replacement = on_heads(heads, q, k, v, partial(mean_attention, q, k, self.sink_key))
+            replacement = on_heads(heads, q, k, v, partial(mean_attention, self, q, k))
             heads = heads if replacement is None else replacement
-        return self.o_proj(heads.transpose(1, 2).flatten(2))  # from (B, Q, H Dh)
+        return self.write(heads, x[:, first:])
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, hides: Tensor | None = None) -> Tensor:
+        """Attention itself, as `causal_attention`: change it here, and all that measures it follows.
+
+        It must be linear in v, and let `hides` (Q, K) hide keys from queries.
+        """
+        return causal_attention(q, k, v, hides)
+
+    def write(self, heads: Tensor, x: Tensor) -> Tensor:
+        """What heads (B, H, Q, Dh) write to the stream (B, Q, d); x (B, Q, d) is what their queries read."""
+        return self.o_proj(heads.transpose(1, 2).flatten(2))
+
+    def front(self):
+        """What stands in front of the text: a key and a value each, (G Dh,); keys are not rotated.
+
+        So a query sees such a key at position 1, whose RoPE angle is 0.
+        """
+        own = [] if self.sink_key is None else [(self.sink_key, self.sink_value)]
+        return own + self.constants
+
+    def with_front(self, k: Tensor, v: Tensor):
+        """k and v (B, G, T, Dh) with what stands in front, F: (B, G, F + T, Dh) each."""
+        for key, value in reversed(self.front()):
+            key, value = [
+                x.to(k.dtype).view(1, k.shape[1], 1, -1).expand(len(k), -1, -1, -1) for x in (key, value)
+            ]
+            k, v = torch.cat((key, k), dim=2), torch.cat((value, v), dim=2)
+        return k, v
 
     def calibrate(self, heads: Tensor, T) -> Tensor:
         """Scale the outputs of heads at the last Q of positions i = 1..T, since a mean of i values shrinks.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from init import variant
 from lib.runtime import default_batch_size, progress
 from lib.settings import UserError
-from model import Transformer
+from model import Transformer, weights_on
 
 EPSILON = 0.3  # a sink head has an alpha_1 above this (arXiv 2410.10781)
 CONSTANT, LEARNED = 0, -1  # places that are no position of the text
@@ -24,8 +24,8 @@ def batches(tokens: Tensor):
 def attention_to(model, tokens: Tensor, positions=(1,), on_state=None):
     """alpha_k of a batch of tokens (B, T) at K positions, (B, L, H, K), and their final states (B, T, d).
 
-    CONSTANT is a key and value in front of the text: constants, or an explicit sink. LEARNED is what the
-    softmax of others' models gives to no key.
+    CONSTANT is the last key and value in front of the text: constants, or an explicit sink. LEARNED is what
+    stands before that, and what the softmax of others' models gives to no key.
     """
     layers = []
 
@@ -78,20 +78,52 @@ class Means:
 
 
 def check_seen(model, *parts) -> None:
-    """Raise UserError if a part of a model of transformers, such as "units", cannot be seen."""
-    for part in () if isinstance(model, Transformer) else parts:
-        if part in model.lacks:
-            raise UserError(f"its {part} cannot be seen: {model.lacks[part]}")
+    """Raise UserError if a part of a model, such as "units", cannot be seen."""
+    lacks = model_lacks(model) if isinstance(model, Transformer) else model.lacks
+    for part in parts:
+        if part in lacks:
+            raise UserError(f"its {part} cannot be seen: {lacks[part]}")
+
+
+def model_lacks(model: Transformer):
+    """What cannot be seen of a Transformer, by the reason: the neurons of an MLP that a fork made another."""
+    for layer, block in enumerate(model.blocks, start=1):
+        if not isinstance(getattr(block.mlp, "down_proj", None), nn.Linear):
+            return {"units": f"layer {layer} has no matrix mlp.down_proj, but {type(block.mlp).__name__}"}
+    return {}
 
 
 def queries_that_see_the_first(model, T):
     """By layer that attends, how many of T queries see position 1; windows hide it from late ones.
 
-    A Lens has counted them in its last pass.
+    A Lens has counted them in its last pass; a Transformer, too, if alpha_1 was asked for.
     """
-    if isinstance(model, Transformer):
-        return dict.fromkeys(range(1, model.config.num_layers + 1), T)
-    return model.seen
+    if not isinstance(model, Transformer):
+        return model.seen
+    seen = {}
+    for layer, block in enumerate(model.blocks, start=1):
+        if block.self_attn is not None:
+            q = block.self_attn.q_proj.weight.new_zeros(1, model.config.num_heads, T, model.config.head_size)
+            k = q[:, : model.config.kv_heads]
+            (weights,) = weights_on(block.self_attn, q, k, torch.ones(1, dtype=torch.long, device=q.device))
+            seen[layer] = int((weights > 0).sum(2).min())
+    return seen
+
+
+def is_softmax(model):
+    """Is attention a softmax over the positions of the text alone? Asked of a Transformer by equal keys."""
+    if not isinstance(model, Transformer):
+        return True
+    for block in model.blocks:
+        if block.self_attn is not None:
+            ones = block.self_attn.q_proj.weight.new_ones(
+                1, model.config.num_heads, 4, model.config.head_size
+            )
+            k = ones[:, : model.config.kv_heads]
+            heads = block.self_attn.attend(ones, *block.self_attn.with_front(k, k))
+            if block.self_attn.front() or not torch.allclose(heads, ones, atol=1e-2):
+                return False
+    return True
 
 
 @torch.inference_mode()
@@ -110,17 +142,16 @@ def constants_at(model, tokens: Tensor, position=1):
 def with_constants(model, constants):
     """A model of the same weights, in the same memory, with `constants` in front of what it reads.
 
-    They are a key and a value, (G, Dh) each, by layer. UserError if the model takes none.
+    They are a key and a value, (G, Dh) each, by layer, behind what stands in front already. UserError if the
+    model takes none.
     """
     check_seen(model, "constants")
-    if model.config.explicit_sink:
-        raise UserError("the model has an explicit sink already")
     if not isinstance(model, Transformer):
         return model.with_constants(constants)
     other = variant(model)
     for layer, (key, value) in constants.items():
         attention = other.blocks[layer - 1].self_attn
         like = attention.k_proj.weight  # in its dtype and on its device
-        attention.sink_key = nn.Parameter(key.flatten().to(like, copy=True))
-        attention.sink_value = nn.Parameter(value.flatten().to(like, copy=True))
+        pair = (key.flatten().to(like, copy=True), value.flatten().to(like, copy=True))
+        attention.constants = [*model.blocks[layer - 1].self_attn.constants, pair]
     return other

@@ -9,6 +9,7 @@ activations of model.py, and the norms and initializations below, but no calibra
 
 import functools
 import math
+from dataclasses import fields
 
 import torch
 from numpy.polynomial.polynomial import polyval
@@ -17,11 +18,17 @@ from init import STD, residual_std
 from model import ACTIVATIONS, GATED
 
 SCHEMES = ("gpt2", "normal", "centered")
+# Fields that the formulas have; where another one is not at its default, nothing is known.
+KNOWN = set("vocab_size context_length num_layers num_heads d_model d_ff num_kv_heads head_dim norm".split())
+KNOWN |= set("norm_epsilon mlp qkv_bias rope_theta tie_embeddings sublayers".split())
 
 
 def knows(config, scheme="gpt2"):
     """Whether theory can predict a newborn's states; where it cannot, its numbers are None."""
-    is_plain = config.attn_calibration == "none" and not config.explicit_sink
+    is_plain = True
+    for field in fields(config):
+        if field.name not in KNOWN and getattr(config, field.name) != field.default:
+            is_plain = False
     return is_plain and config.norm in ("rmsnorm", "layernorm") and scheme in SCHEMES
 
 

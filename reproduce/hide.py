@@ -17,10 +17,10 @@ import torch.nn.functional as F
 
 from lib.figures import BLUE, new_figure, save_figure, short_names, unique
 from lib.results import interval
-from lib.settings import Command, at_least, run_script
+from lib.settings import Command, UserError, at_least, run_script
 from measure.attention import EPSILON, Means, attention_to, batches, constants_at, with_constants
 from measure.units import disparity, names_of, observe
-from model import Transformer, with_sink
+from model import Transformer, weights_on
 from sources.inputs import TextExperiment, TextSettings, read_tokens
 
 HIDDEN, SHOWN, FROM = (1, 2, 4), 8, 64  # positions that are hidden, and told of; predictions left out
@@ -98,20 +98,22 @@ def late_attention(model, tokens, hides, on_state):
     if not isinstance(model, Transformer):
         return attention_to(model.hiding(hides, T // 2), tokens, range(T // 2 + 1), on_state=on_state)
     by_layer = []
-    sees = ~hides & torch.ones_like(hides).tril()
+    positions = torch.arange(T // 2 + 1, device=tokens.device)
 
     def on_heads(layer, heads, q, k, v, alpha):
         attention = model.blocks[layer - 1].self_attn
-        keys, values = with_sink(attention.sink_key, k), with_sink(attention.sink_value, v)
-        keys, values = [x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (keys, values)]
-        scores = (q @ keys.transpose(2, 3)).float() / q.shape[3] ** 0.5
-        front = keys.shape[2] - T
-        weights = scores.masked_fill(~F.pad(sees, (front, 0), value=True), -torch.inf).softmax(-1)
-        late = weights[:, :, T // 2 :].mean(2)  # (B, H, front + T)
-        by_layer.append(F.pad(late, (1 - front, 0))[..., : T // 2 + 1])
-        return attention.calibrate(weights.to(values) @ values, T)
+        keys, values = attention.with_front(k, v)
+        hidden = F.pad(hides, (keys.shape[2] - T, 0))  # what stands in front is seen
+        weights = weights_on(attention, q, k, positions, hidden)
+        by_layer.append(torch.cat([part[:, :, T // 2 :].float().mean(2) for part in weights], dim=2))
+        hidden_weights = list(weights_on(attention, q, k, positions[1 : 1 + max(HIDDEN)], hidden))
+        if (torch.cat(hidden_weights, dim=3) * hides[:, : max(HIDDEN)]).any():
+            raise UserError(f"hide: {type(attention).__name__}.attend does not hide what it is told to hide")
+        return attention.calibrate(attention.attend(q, keys, values, hidden), T)
 
     states = model.hidden(tokens, on_state=on_state, on_heads=on_heads)
+    if not hides.any() and not torch.allclose(states, model.hidden(tokens), rtol=0.01, atol=0.01):
+        raise UserError("hide: hiding nothing changes this model's states: its attention is not attend alone")
     return torch.stack(by_layer, dim=1), states
 
 
