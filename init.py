@@ -85,6 +85,11 @@ def without_numbers(config: ModelConfig) -> Transformer:
     if not torch.equal(before, torch.get_rng_state()):
         hint = 'write a constant, or torch.empty(..., device="meta") for N(0, 0.02^2)'
         raise UserError(f"a constructor in model.py draws numbers, which no seed would give again: {hint}")
+    for name in model.state_dict().keys() - dict(model.named_parameters()).keys():
+        hint = "register it with persistent=False, or make it a frozen parameter"
+        raise UserError(
+            f"{name} is a buffer that a checkpoint would have, but checkpoints have parameters: {hint}"
+        )
     return model
 
 

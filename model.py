@@ -105,11 +105,11 @@ PRESETS = {  # vocabulary, context, layers, heads, d_model, d_ff
 }
 
 
-def rope(config: ModelConfig, x: Tensor):
-    """RoPE's cosines and sines of the positions of x (B, T, d), in its dtype: (T, 1, Dh/2) each."""
+def rope(config: ModelConfig, x: Tensor, start=0):
+    """RoPE's cosines and sines of T positions of x (B, T, d), after `start` others: (T, 1, Dh/2) each."""
     pair = torch.arange(0, config.head_size, 2, device=x.device)
     frequency = config.rope_theta ** (-pair.float() / config.head_size)  # radians per position, by pair
-    angle = torch.outer(torch.arange(x.shape[1], device=x.device), frequency)[:, None]
+    angle = torch.outer(torch.arange(start, start + x.shape[1], device=x.device), frequency)[:, None]
     return angle.cos().to(x.dtype), angle.sin().to(x.dtype)
 
 
@@ -150,7 +150,7 @@ def weights_on(attention, q: Tensor, k: Tensor, positions: Tensor, hides: Tensor
 
         (1, 0, 0), (0.5, 0.5, 0), (0.2, 0.3, 0.5)
 
-    and positions (1, 2), the values of the three keys are (1, 0), (0, 1) and (0, 0): query 3 returns (0.2, 0.3).
+    and positions (1, 2), the three keys' values are (1, 0), (0, 1) and (0, 0): query 3 returns (0.2, 0.3).
     """
     keys, _ = attention.with_front(k, k)
     T, Dh = k.shape[2:]
@@ -167,9 +167,9 @@ def mean_attention(attention, q: Tensor, k: Tensor, positions) -> Tensor:
     In the example of `weights_on` alpha_1 is (1 + 0.5 + 0.2) / 3 and alpha_2 (0.5 + 0.3) / 2. Which queries
     see a position is asked of attention itself, by queries of zeros, which weigh alike all that they see.
     """
+    key = (q.shape[2], k.shape[2], len(attention.front()), *positions)
     positions = torch.as_tensor(positions, device=k.device)
     sums = [weights.sum(2, dtype=torch.float32) for weights in weights_on(attention, q, k, positions)]
-    key = (q.shape[2], k.shape[2], len(attention.front()), *positions.tolist())
     if key not in attention.seen:
         seen = [(part > 0).sum(2) for part in weights_on(attention, 0 * q[:1], k[:1], positions)]
         attention.seen[key] = torch.cat(seen, dim=2)
@@ -196,18 +196,20 @@ class Attention(nn.Module):
             self.sink_key = nn.Parameter(torch.zeros(config.kv_heads * Dh))  # init.py draws it
             self.sink_value = nn.Parameter(torch.zeros(config.kv_heads * Dh))
 
-    def forward(self, x: Tensor, cos_sin, last_only=False, on_heads=None) -> Tensor:
-        T = x.shape[1]
+    def forward(self, x: Tensor, cos_sin, last_only=False, on_heads=None, cache=None) -> Tensor:
         Dh = self.config.head_size
-        first = T - 1 if last_only else 0  # the first query's index; there are Q queries, 1 or T
+        first = x.shape[1] - 1 if last_only else 0  # the first query's index; there are Q queries, 1 or T
         q = self.q_proj(x[:, first:]).unflatten(2, (-1, Dh))  # (B, Q, H, Dh)
         k = self.k_proj(x).unflatten(2, (-1, Dh))  # (B, T, G, Dh)
         v = self.v_proj(x).unflatten(2, (-1, Dh)).transpose(1, 2)  # (B, G, T, Dh)
         cos, sin = cos_sin  # (T, 1, Dh/2) each
         q = rotate(q, cos[first:], sin[first:]).transpose(1, 2)  # (B, H, Q, Dh)
         k = rotate(k, cos, sin).transpose(1, 2)  # (B, G, T, Dh)
+        if cache is not None:  # keys and values of the tokens before these
+            k, v = torch.cat((cache[0], k), dim=2), torch.cat((cache[1], v), dim=2)
+            cache[:] = k, v
         heads = self.attend(q, *self.with_front(k, v))
-        heads = self.calibrate(heads, T)  # (B, H, Q, Dh)
+        heads = self.calibrate(heads, k.shape[2])  # (B, H, Q, Dh)
         if on_heads is not None:
             replacement = on_heads(heads, q, k, v, partial(mean_attention, self, q, k))
             heads = heads if replacement is None else replacement
@@ -285,10 +287,10 @@ class Block(nn.Module):
         self.post_attention_layernorm = norm() if has_mlp else None
         self.mlp = MLP(config) if has_mlp else None
 
-    def forward(self, x: Tensor, cos_sin=None, last_only=False, on_heads=None) -> Tensor:
+    def forward(self, x: Tensor, cos_sin=None, last_only=False, on_heads=None, cache=None) -> Tensor:
         stream = x[:, -1:] if last_only else x
         if self.self_attn is not None:
-            stream = stream + self.self_attn(self.input_layernorm(x), cos_sin, last_only, on_heads)
+            stream = stream + self.self_attn(self.input_layernorm(x), cos_sin, last_only, on_heads, cache)
         if self.mlp is not None:
             stream = stream + self.mlp(self.post_attention_layernorm(stream))
         return stream
@@ -316,7 +318,13 @@ class Transformer(nn.Module):
         self.model.layers.to(dtype)
         return self
 
-    def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None) -> Tensor:
+    def new_cache(self):
+        """An empty cache of keys and values for `hidden`, [(1, G, 0, Dh), the same] for each layer."""
+        like = next(self.model.layers.parameters())
+        empty = like.new_empty(1, self.config.kv_heads, 0, self.config.head_size)
+        return [[empty, empty] for _ in self.blocks]
+
+    def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None, cache=None) -> Tensor:
         """Final-norm states (B, T, d), float32, of tokens (B, T) or of embeddings (B, T, d).
 
         ValueError beyond the context. `last_only`: the last block computes the last position alone, (B, d);
@@ -324,8 +332,10 @@ class Transformer(nn.Module):
         `on_state(layer, x)` sees the stream (B, T, d) before the first block (as layer 0) and after each.
         `on_heads(layer, heads, q, k, v, alpha)` sees the calibrated outputs of heads (B, H, T, Dh), rotated
         q and k, v, and `mean_attention` as a function of positions; a tensor that it returns replaces heads.
+        With a `cache` the tokens follow those that it has: all of a text at first, then one at a time.
         """
-        T = inputs.shape[1]
+        start = 0 if cache is None else cache[0][0].shape[2]
+        T = start + inputs.shape[1]
         if T > self.config.context_length:
             raise ValueError(f"{T} positions exceed the context of {self.config.context_length}")
         x = inputs if inputs.is_floating_point() else self.model.embed_tokens(inputs)
@@ -333,14 +343,15 @@ class Transformer(nn.Module):
         if torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
         x = x.to(dtype)
-        cos_sin = rope(self.config, x)
+        cos_sin = rope(self.config, x, start)
         if last_only and self.config.sublayers == "mlp":
             x = x[:, -1:]  # without attention, earlier positions do not matter
         if on_state is not None:
             on_state(0, x)
         for layer, block in enumerate(self.model.layers, start=1):
             hook = None if on_heads is None else partial(on_heads, layer)
-            x = block(x, cos_sin, last_only and layer == self.config.num_layers, hook)
+            own = None if cache is None else cache[layer - 1]
+            x = block(x, cos_sin, last_only and layer == self.config.num_layers, hook, own)
             if on_state is not None:
                 on_state(layer, x)
         x = self.model.norm(x.to(self.model.norm.weight.dtype))

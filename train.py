@@ -49,8 +49,10 @@ class Settings(RunSettings):
     embedding_seed: int | None = None  # seed of embedding and head; None: the seed
     init: Literal[SCHEMES] = "gpt2"  # how the weights are drawn
     init_from: str | None = None  # start from this checkpoint or PRESET@SEED instead of --model
-    attn_calibration: Literal[CHOICES["attn_calibration"]] = "none"  # scaling of the heads' outputs (BB 6.2)
-    explicit_sink: bool = False  # give each key-value head a learned key and value, in front of the text
+    # scaling of the heads' outputs (BB 6.2); None: the preset's
+    attn_calibration: Literal[CHOICES["attn_calibration"]] | None = None
+    # give each key-value head a learned key and value, in front of the text; None: as the preset
+    explicit_sink: bool | None = None
     data: str | None = None  # data set; None: that of --source and --tokenizer, made if missing
     source: tuple[str, ...] = ("python",)  # text of that data set, as in python -m sources.data
     tokenizer: str = "bpe:4096"  # tokenizer of that data set, as in python -m sources.data
@@ -119,9 +121,9 @@ class Training:
         self.device = device
         self.dtype = dtype
         self.raw_model = model.to(device).train()
-        self.optimizer = make_optimizer(model, settings)
+        self.optimizers = make_optimizers(model, settings)
         if step > 0:
-            run.restore(self.optimizer, model, step)
+            run.restore(self.optimizers, model, step)
         self.model = torch.compile(model) if settings.compile else model
         self.step_tokens = settings.global_batch_size * settings.sequence_length
         say(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
@@ -164,8 +166,11 @@ class Training:
         settings = self.settings
         started = time.perf_counter()
         rate = learning_rate(self.step, settings)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group.get("scale", 1.0)
+        # What a fork draws, as dropout does, depends on the step alone: a resumed run draws the same.
+        torch.manual_seed((settings.seed * 10**9 + self.step) * runtime.world_size() + rank())
         loss = torch.zeros((), device=self.device)  # this rank's part of the step's mean loss
         parts = micro_batches(settings.global_batch_size, settings.micro_batch_size)
         for part in parts:
@@ -183,8 +188,9 @@ class Training:
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             hint = "start again from an earlier step with --init-from, or with a lower --learning-rate"
             raise UserError(f"step {self.step}: loss {loss}, gradient norm {grad_norm}; {hint}")
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         self.step += 1
         speed = self.step_tokens / (time.perf_counter() - started)
         row = {"step": self.step, "loss": loss, "lr": rate, "grad_norm": grad_norm}
@@ -204,11 +210,11 @@ class Training:
         return settings.keep != "last" and (is_best or is_power)
 
     def save(self) -> None:
-        self.run.save(self.step, self.raw_model, self.optimizer, self.tokens, self.settings.keep)
+        self.run.save(self.step, self.raw_model, self.optimizers, self.tokens, self.settings.keep)
 
     def evaluate(self):
         """The held-out loss and, if tracked, sinks, as columns; prints a sample."""
-        settings, model = self.settings, self.raw_model
+        settings, model = self.settings, self.raw_model.eval()
         held_out = self.tokens.held_out(settings.eval_sequences, settings.sequence_length)
         loss = mean_loss(model, *held_out, settings.micro_batch_size, self.device, self.dtype)
         if not math.isfinite(loss):
@@ -219,6 +225,7 @@ class Training:
                 row["sinks"] = self.sinks()
             text = generate(model, self.tokens.tokenizer, torch.Generator().manual_seed(self.step))
             print(f"step {self.step}: held-out loss {loss:.4f}, {text!r}", flush=True)
+        model.train()
         return row
 
     def sinks(self):
@@ -272,14 +279,17 @@ def mean_loss(model, inputs, targets, batch_size, device, dtype):
     return runtime.sum_over_ranks(total).item() / inputs.numel()
 
 
-def make_optimizer(model, settings: Settings):
-    """AdamW of what is not frozen, with weight decay on matrices only."""
+def make_optimizers(model, settings: Settings):
+    """AdamW of what is not frozen, with weight decay on matrices only: a list of optimizers.
+
+    A group may have a "scale", by which its learning rate is multiplied.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     others = [parameter for parameter in trained if parameter.ndim < 2]
     decayed = {"params": matrices, "weight_decay": settings.weight_decay}
     undecayed = {"params": others, "weight_decay": 0.0}
-    return torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)
+    return [torch.optim.AdamW([decayed, undecayed], betas=(0.9, 0.95), fused=True)]
 
 
 def begun(out):

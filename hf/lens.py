@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from transformers.cache_utils import DynamicCache
 from transformers.integrations.moe import ExpertsInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask
 from transformers.modeling_utils import AttentionInterface
@@ -95,10 +96,21 @@ class Lens:
         generator = torch.Generator().manual_seed(0)
         return torch.randint(self.config.vocab_size, (2, T), generator=generator).to(self.device)
 
+    def new_cache(self):
+        """An empty cache of keys and values for `hidden`; None where a model keeps another state."""
+        is_plain = self.model._supports_default_dynamic_cache() and not self.model._is_stateful
+        return DynamicCache(config=self.model.config) if is_plain else None
+
     @torch.no_grad()
-    def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None) -> Tensor:
-        """Final states, (B, T, d), of tokens (B, T) or of embeddings (B, T, d), as `Transformer.hidden`."""
+    def hidden(self, inputs: Tensor, last_only=False, on_state=None, on_heads=None, cache=None) -> Tensor:
+        """Final states, (B, T, d), of tokens (B, T) or of embeddings (B, T, d), as `Transformer.hidden`.
+
+        With a `cache` nothing is watched: the model runs as it is.
+        """
         T = inputs.shape[1]
+        if cache is not None:
+            given = {"input_ids": inputs, "past_key_values": cache, "use_cache": True, "return_dict": True}
+            return self.trunk(**given).last_hidden_state[:, -1 if last_only else slice(None)]
         if T > self.config.context_length:
             raise ValueError(f"{T} positions exceed the context of {self.config.context_length}")
         name = "inputs_embeds" if inputs.is_floating_point() else "input_ids"

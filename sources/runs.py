@@ -89,17 +89,25 @@ class Run:
             with self.log.open("a") as file:
                 file.write(json.dumps(row) + "\n")
 
-    def save(self, step, model, optimizer, tokens, keep) -> None:
+    def save(self, step, model, optimizers, tokens, keep) -> None:
         """Write a step's checkpoint; of earlier ones, remove those that `keep` does not keep."""
         if rank() > 0:
             return
         with atomic_folder(self.step_folder(step)) as new:
             saving.write(new, model, tokens.tokenizer)
-            state = {}  # none before the first step, nor of a parameter that is frozen or not used
-            for name, parameter in model.named_parameters():
-                for key, value in optimizer.state.get(parameter, {}).items():
-                    state[f"{name}.{key}"] = value
-            save_file(state, new / OPTIMIZER, {"data": tokens.meta.fingerprint})
+            state, groups = {}, []  # no state before the first step, nor of a frozen or unused parameter
+            for number, optimizer in enumerate(optimizers):
+                for name, parameter in model.named_parameters():
+                    for key, value in optimizer.state.get(parameter, {}).items():
+                        state[f"{number}/{name}.{key}"] = torch.as_tensor(value)
+                numbers = []  # of groups, which some optimizers change
+                for group in optimizer.param_groups:
+                    numbers.append(
+                        {key: value for key, value in group.items() if type(value) in (int, float)}
+                    )
+                groups.append(numbers)
+            facts = {"data": tokens.meta.fingerprint, "groups": groups}
+            save_file(state, new / OPTIMIZER, {"facts": json.dumps(facts)})  # of several the order is random
         self.prune(keep)
 
     def best(self):
@@ -124,20 +132,25 @@ class Run:
         path = folder / OPTIMIZER
         check_regular(path)
         with as_user_error(path), safe_open(path, "pt") as moments:
-            if (moments.metadata() or {}).get("data") != tokens.meta.fingerprint:
+            facts = json.loads((moments.metadata() or {}).get("facts", "{}"))
+            if facts.get("data") != tokens.meta.fingerprint:
                 raise UserError(f"{tokens.folder} is not the data set that {self.folder} was started with")
         return checkpoint.load(folder), int(folder.name.removeprefix("step_"))
 
-    def restore(self, optimizer, model, step) -> None:
-        """Load a step's state of a model's parameters into a fresh optimizer."""
+    def restore(self, optimizers, model, step) -> None:
+        """Load a step's state of a model's parameters into fresh optimizers, each its own."""
         path = self.step_folder(step) / OPTIMIZER
         parameters = dict(model.named_parameters())
         with as_user_error(path), safe_open(path, "pt") as state:
             for key in state.keys():
-                name, _, part = key.rpartition(".")
-                values = optimizer.state[parameters[name]]
-                values.setdefault("step", torch.tensor(float(step), device=parameters[name].device))
-                values[part] = state.get_tensor(key).to(parameters[name].device, copy=True)
+                number, _, name = key.partition("/")
+                name, _, part = name.rpartition(".")
+                value = state.get_tensor(key).to(parameters[name].device, copy=True)
+                optimizers[int(number)].state[parameters[name]][part] = value
+            groups = json.loads(state.metadata()["facts"])["groups"]
+        for optimizer, numbers in zip(optimizers, groups):
+            for group, values in zip(optimizer.param_groups, numbers):
+                group.update(values)
 
     def draw_loss(self) -> None:
         """Draw loss.png from the log."""
@@ -218,11 +231,12 @@ def flag(name):
 
 def new_config(settings):
     """The ModelConfig that a new run begins with; UserError for settings that do not fit."""
-    wishes = {name: getattr(settings, name) for name in ("attn_calibration", "explicit_sink")}
+    wishes = {"attn_calibration": settings.attn_calibration, "explicit_sink": settings.explicit_sink}
+    wishes = {name: wish for name, wish in wishes.items() if wish is not None}  # else the preset's own
     if settings.init_from:
         config = checkpoint.find_model(settings.init_from).transformer_config
         for name, wish in wishes.items():
-            if wish not in ("none", False, getattr(config, name)):
+            if wish != getattr(config, name):
                 raise UserError(f"{flag(name)} {wish}: {settings.init_from} has {getattr(config, name)}")
     else:
         sizes = {name: getattr(settings, name) for name in SIZES if getattr(settings, name) is not None}

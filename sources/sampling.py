@@ -33,8 +33,11 @@ def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, 
     vocab_size = min(tokenizer.vocab_size, model.config.vocab_size)  # either may have more
     (prompt_tokens,) = tokenizer.encode([prompt])
     tokens = torch.tensor([[tokenizer.bos or 0, *prompt_tokens]], device=model.device)  # (1, T)
+    cache, new = model.new_cache(), tokens
     for _ in runtime.progress(range(count), desc="writing", unit=" tokens", leave=False):
-        state = model.hidden(tokens[:, -model.config.context_length :], last_only=True)  # (1, d)
+        if tokens.shape[1] > model.config.context_length:  # the text slides, so every position changes
+            cache, new = None, tokens[:, -model.config.context_length :]
+        state = model.hidden(new, last_only=True, cache=cache)  # (1, d)
         logits = model.unembed(state)[0, :vocab_size].float().cpu()
         likeliest = logits.topk(vocab_size if top_k is None else min(top_k, vocab_size))  # sorted
         choice = torch.tensor([0])
@@ -43,7 +46,8 @@ def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, 
         token = likeliest.indices[choice]  # (1,)
         if token.item() in tokenizer.ends:
             break
-        tokens = torch.cat((tokens, token[None].to(model.device)), dim=1)
+        new = token[None].to(model.device)
+        tokens = torch.cat((tokens, new), dim=1)
     return tokenizer.decode(tokens[0, 1 + len(prompt_tokens) :].tolist())
 
 

@@ -2,22 +2,26 @@
 
 import json
 import re
+import sys
 from dataclasses import asdict, replace
 
 import torch
 from safetensors.torch import load_file, save_file
 
 from init import without_numbers
-from lib.files import as_user_error, atomic_file, atomic_folder, check_regular
+from lib.files import as_user_error, atomic_file, atomic_folder, check_regular, read_json
 from lib.settings import UserError, from_values
 from model import ModelConfig, Transformer
+from sources.answer import agree, answer_of, llama_answer
 from weights.contents import finite
 
 WEIGHTS = "model.safetensors"
+ANSWER = "answer.json"  # the final state behind some fixed tokens
 MARK = "bornbiased"  # of a config.json written here; also the model_type of models that only model.py runs
-LLAMA_PARTS = r"(.*\.)?([qkvo]_proj|(gate|up|down)_proj|embed_tokens|lm_head"
-LLAMA_PARTS += r"|((input|post_attention)_layer)?norm)"
-LLAMA_NAMES = re.compile(LLAMA_PARTS + r"\.weight|.*\.[qkv]_proj\.bias")  # parameters of a LLaMA or a Qwen2
+LAYER = r"model\.layers\.\d+\."
+LLAMA_PARTS = r"self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj|(input|post_attention)_layernorm"
+LLAMA_PARTS = rf"({LAYER}({LLAMA_PARTS})|model\.(embed_tokens|norm)|lm_head)\.weight"
+LLAMA_NAMES = re.compile(rf"{LLAMA_PARTS}|{LAYER}self_attn\.[qkv]_proj\.bias")  # of a LLaMA or a Qwen2, all
 KEYS = {  # of config.json: our name, and Hugging Face's
     "vocab_size": "vocab_size",
     "d_model": "hidden_size",
@@ -42,7 +46,14 @@ def write(folder, model, tokenizer=None) -> None:
     """Write a checkpoint and its tokenizer's files into an empty folder."""
     parameters = dict(model.named_parameters())
     save_file(parameters, folder / WEIGHTS, {"format": "pt"})
+    plain = without_numbers(model.config)
+    weights = {name: parameter.detach().float().cpu() for name, parameter in parameters.items()}
+    plain.eval().load_state_dict(weights, strict=False, assign=True)
+    answer = answer_of(plain)
+    (folder / ANSWER).write_text(json.dumps({"state": answer.tolist()}) + "\n")
     config = config_json(model.config, parameters)
+    if config["model_type"] != MARK and not agree(answer, llama_answer(plain)):  # another forward pass
+        config = {"model_type": MARK, **asdict(model.config)}
     if tokenizer is not None:
         tokenizer.save(folder, config["model_type"])
         special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.ends}
@@ -90,7 +101,16 @@ def read_folder(folder, config: ModelConfig, device="cpu", dtype=torch.float32) 
     check_regular(path)
     with as_user_error(path):
         weights = load_file(path)
-    return build_model(config, weights, path, device, dtype)
+    model = build_model(config, dict(weights), path)
+    if (folder / ANSWER).exists():
+        with as_user_error(folder / ANSWER):
+            answer = torch.tensor(read_json(folder / ANSWER)["state"])
+        if not agree(answer, answer_of(model)):
+            text = (
+                f"{folder}: model.py has changed since this was written: the same weights give other states"
+            )
+            print(text, file=sys.stderr)
+    return model.cast_blocks(dtype).to(device)
 
 
 def build_model(config: ModelConfig, weights, place, device="cpu", dtype=torch.float32) -> Transformer:

@@ -108,7 +108,7 @@ def test_frozen_unused_and_scalar_parameters_train_save_and_resume(dyt, tokens, 
     norm = checkpoint.load(whole).model.layers[0].input_layernorm
     assert norm.alpha != 0.5 and (norm.frozen == 3).all() and (norm.unused == 0).all()
     built = init.newborn("backcopy", 5)
-    decayed, others = train.make_optimizer(built, train.Settings()).param_groups
+    decayed, others = train.make_optimizers(built, train.Settings())[0].param_groups
     assert decayed["weight_decay"] == 0.1 and all(p.ndim == 2 and p.requires_grad for p in decayed["params"])
     assert others["weight_decay"] == 0 and any(p is built.model.norm.alpha for p in others["params"])
     trained(tokens, tmp_path / "cut", max_iters=2)

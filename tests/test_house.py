@@ -20,7 +20,8 @@ lib.settings lib.kernels / lib.files lib.runtime lib.random / lib.results lib.fi
 / weights.ranges weights.lazy / weights.gguf / weights.gguf_config weights.fp8 / weights.files
 / weights.storage weights.vocabulary / weights.contents weights.hub / model / init
 / hf.parts hf.gguf_tokenizers / hf.lens / hf.check / hf.loading
-/ sources.tokenizers sources.saving / sources.llama / sources.checkpoint / sources.newborns sources.data
+/ sources.answer / sources.tokenizers
+sources.saving / sources.llama / sources.checkpoint / sources.newborns sources.data
 / sources.inputs / sources.runs sources.sampling
 / measure.theory measure.attention / measure.units / measure.anatomy measure.figures
 / lineage.matching lineage.stated lineage.names / lineage.layers / lineage.layout lineage.views

@@ -19,7 +19,13 @@ from weights import ranges
 from weights.files import INDEX, WEIGHT_FILES, indexed_names
 from weights.vocabulary import VOCABULARIES
 
-BESIDE = ("config.json", "tokenizer_config.json", "tokenizer.txt", *VOCABULARIES)  # what is read, too
+BESIDE = (
+    "config.json",
+    "answer.json",
+    "tokenizer_config.json",
+    "tokenizer.txt",
+    *VOCABULARIES,
+)  # what is read, too
 IN_PARTS = (".safetensors", ".gguf")  # how names of files end that can be read in parts
 TIMEOUT = 6  # seconds that the Hub has for its first answer
 
