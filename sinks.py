@@ -70,7 +70,9 @@ def rate(settings: RateSettings):
             row, alpha = attention.sink_statistics(model, tokens, range(2, T // 2 + 1))  # alpha (n, L, H)
             row |= interval(attention.sink_share(alpha), "sink_rate", 0, 1)
             seen = attention.queries_that_see_the_first(model, T)
-            row["uniform_alpha1"] = np.mean([uniform_alpha1(queries) for queries in seen.values()])
+            row["uniform_alpha1"] = None
+            if attention.is_softmax(model):
+                row["uniform_alpha1"] = np.mean([uniform_alpha1(queries) for queries in seen.values()])
             row["windowed_layers"] = np.mean([queries < T for queries in seen.values()])
             rows.append(key | row)
             heads.append(key | {"layers": [*seen], "alpha1": alpha.mean(0).tolist()})

@@ -19,6 +19,7 @@ import math
 import time
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -30,7 +31,7 @@ from lib.results import commit
 from lib.settings import Command, RunSettings, UserError, at_least, from_values, rank, run_script, say
 from measure.attention import sink_statistics
 from model import CHOICES, PRESETS
-from sources import data, runs
+from sources import checkpoint, data, runs
 from sources.sampling import EvalSettings, SampleSettings, evaluate, generate, sample
 
 SINK_WINDOWS = 100  # how many --track-sinks reads (Gu et al.: 100)
@@ -49,6 +50,7 @@ class Settings(RunSettings):
     embedding_seed: int | None = None  # seed of embedding and head; None: the seed
     init: Literal[SCHEMES] = "gpt2"  # how the weights are drawn
     init_from: str | None = None  # start from this checkpoint or PRESET@SEED instead of --model
+    branch_from: str | None = None  # go on from a step that kept its optimizer, RUN/step_0000300, in --out
     # scaling of the heads' outputs (BB 6.2); None: the preset's
     attn_calibration: Literal[CHOICES["attn_calibration"]] | None = None
     # give each key-value head a learned key and value, in front of the text; None: as the preset
@@ -71,11 +73,13 @@ class Settings(RunSettings):
     eval_sequences: at_least(1) = 64  # held-out sequences per evaluation, always the same
     track_sinks: bool = False  # log sink rates and alpha_1 at evaluations, by length, without and with BOS
     save_every: at_least(1) = 100  # steps between checkpoints to resume from
-    # checkpoints to keep besides step 0 and the newest two; powers: 1, 2, 4, ...; all: all; last: none
-    keep: Literal["powers", "all", "last"] = "powers"
+    # checkpoints to keep besides step 0 and the newest two; powers: 1, 2, 4, ...; all: all; last: none;
+    # optimizers: all, with their optimizers, so that --branch-from can go on from each
+    keep: Literal["powers", "all", "last", "optimizers"] = "powers"
     # number format of matrix products; None: bfloat16 on a GPU, else float32
     dtype: Literal["float32", "bfloat16"] | None = None
     compile: bool = field(default_factory=torch.cuda.is_available)  # compile the model
+    peak_tflops: float | None = None  # of all devices together, to print which share of it training uses
     resume: bool = False  # what is not given is as the run in --out began
     out: str = "runs/default"  # run folder
 
@@ -99,11 +103,16 @@ def train(settings: Settings, defaults: Settings | None = None):
     with run.lock():
         config = runs.new_config(settings) if is_new else None  # mistakes before any data are prepared
         tokens = data.open_data(settings, is_new)
-        if is_new:
+        start = None  # the folder of the step that is gone on from
+        if not is_new:
+            start = checkpoint.steps(run.folder)[-1]
+        elif settings.branch_from:
+            start = Path(settings.branch_from)
+        if start is None:
             model, step = runs.new_model(settings, config, tokens), 0
         else:
-            model, step = run.newest(tokens)
-        training = Training(settings, run, model, step, tokens, device, dtype)
+            model, step = runs.load_step(start, tokens)
+        training = Training(settings, run, model, step, start, tokens, device, dtype)
         facts = {"step": step, "data set": tokens.meta.fingerprint, "commit": commit()}
         runs.check_agreement(facts | {"torch": torch.__version__} | asdict(settings))
         training.go_on()
@@ -113,7 +122,7 @@ def train(settings: Settings, defaults: Settings | None = None):
 class Training:
     """A run: its data, its model, its optimizer, and the number of steps done."""
 
-    def __init__(self, settings: Settings, run: runs.Run, model, step, tokens, device, dtype):
+    def __init__(self, settings: Settings, run: runs.Run, model, step, start, tokens, device, dtype):
         self.settings = settings
         self.run = run
         self.step = step
@@ -123,7 +132,7 @@ class Training:
         self.raw_model = model.to(device).train()
         self.optimizers = make_optimizers(model, settings)
         if step > 0:
-            run.restore(self.optimizers, model, step)
+            runs.restore(self.optimizers, model, start)
         self.model = torch.compile(model) if settings.compile else model
         self.step_tokens = settings.global_batch_size * settings.sequence_length
         say(f"{sum(parameter.numel() for parameter in model.parameters()):,} parameters")
@@ -246,7 +255,14 @@ class Training:
     def tell(self, row) -> None:
         speed, last = row["tokens_per_second"], self.settings.max_iters
         left = timedelta(seconds=round((last - self.step) * self.step_tokens / speed))
-        say(f"step {self.step}/{last}  loss {row['loss']:.4f}  {speed:,.0f} tokens/s  {left} left")
+        used = ""
+        if settings_peak := self.settings.peak_tflops:
+            flops = (
+                6 * speed * sum(p.numel() for p in self.raw_model.model.layers.parameters())
+            )  # (Kaplan 2020)
+            flops += 6 * speed * self.raw_model.head_weight.numel()
+            used = f"{flops / settings_peak / 1e12:.0%} of {settings_peak:g} TFLOP/s  "
+        say(f"step {self.step}/{last}  loss {row['loss']:.4f}  {speed:,.0f} tokens/s  {used}{left} left")
 
 
 def learning_rate(step, settings: Settings):

@@ -27,7 +27,7 @@ SIZES = ("num_layers", "num_heads", "d_model", "d_ff")  # of a preset; settings 
 OF_BIRTH = {"model", "seed", "embedding_seed", "init", *SIZES}  # settings that --init-from takes the place of
 # Settings that may change when a run goes on. A new max_iters also changes the learning rate's schedule.
 MAY_CHANGE = {"device", "log_every", "eval_every", "eval_sequences", "track_sinks", "save_every", "compile"}
-MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size"}
+MAY_CHANGE |= {"resume", "out", "max_iters", "micro_batch_size", "peak_tflops"}
 
 
 class Run:
@@ -71,7 +71,7 @@ class Run:
         """The log up to the row of a step; for a new run, a row that says what made it."""
         if self.has_steps():
             return [row for row in read_rows(self.log) if row["step"] <= step] or [{"step": step}]
-        birth = {"step": 0, "commit": commit(), "dtype": settings.dtype, "hub": HUB_COMMITS}
+        birth = {"step": step, "commit": commit(), "dtype": settings.dtype, "hub": HUB_COMMITS}
         birth |= {"threads": torch.get_num_threads(), "processes": runtime.world_size()}
         return [birth | {"data": tokens.meta.fingerprint}]
 
@@ -121,36 +121,12 @@ class Run:
         for folder in checkpoint.steps(self.folder)[:-2]:
             step = int(folder.name.removeprefix("step_"))
             is_power = step & (step - 1) == 0  # of two, or 0
+            if keep == "optimizers":
+                continue
             if keep == "all" or step == 0 or (keep == "powers" and (is_power or step == best)):
                 remove(folder / OPTIMIZER)
             else:
                 remove(folder)
-
-    def newest(self, tokens):
-        """The model of the newest step, and the step; UserError if it was trained on other data."""
-        folder = checkpoint.steps(self.folder)[-1]
-        path = folder / OPTIMIZER
-        check_regular(path)
-        with as_user_error(path), safe_open(path, "pt") as moments:
-            facts = json.loads((moments.metadata() or {}).get("facts", "{}"))
-            if facts.get("data") != tokens.meta.fingerprint:
-                raise UserError(f"{tokens.folder} is not the data set that {self.folder} was started with")
-        return checkpoint.load(folder), int(folder.name.removeprefix("step_"))
-
-    def restore(self, optimizers, model, step) -> None:
-        """Load a step's state of a model's parameters into fresh optimizers, each its own."""
-        path = self.step_folder(step) / OPTIMIZER
-        parameters = dict(model.named_parameters())
-        with as_user_error(path), safe_open(path, "pt") as state:
-            for key in state.keys():
-                number, _, name = key.partition("/")
-                name, _, part = name.rpartition(".")
-                value = state.get_tensor(key).to(parameters[name].device, copy=True)
-                optimizers[int(number)].state[parameters[name]][part] = value
-            groups = json.loads(state.metadata()["facts"])["groups"]
-        for optimizer, numbers in zip(optimizers, groups):
-            for group, values in zip(optimizer.param_groups, numbers):
-                group.update(values)
 
     def draw_loss(self) -> None:
         """Draw loss.png from the log."""
@@ -162,6 +138,35 @@ class Run:
         if points:
             options = {"x": "step", "y": "loss", "series": "split", "style": ".-"}
             curves(points, self.folder / "loss.png", "Does the loss fall?", ylabel="nats/token", **options)
+
+
+def load_step(folder, tokens):
+    """The model of a step's folder, and the step; UserError if it cannot be gone on with on these data."""
+    path = folder / OPTIMIZER
+    if not path.exists():
+        raise UserError(f"{path} is missing: a run with --keep optimizers has it at all its steps")
+    check_regular(path)
+    with as_user_error(path), safe_open(path, "pt") as moments:
+        facts = json.loads((moments.metadata() or {}).get("facts", "{}"))
+        if facts.get("data") != tokens.meta.fingerprint:
+            raise UserError(f"{tokens.folder} is not the data set that {folder.parent} was started with")
+    return checkpoint.load(folder), int(folder.name.removeprefix("step_"))
+
+
+def restore(optimizers, model, folder) -> None:
+    """Load a step's state of a model's parameters into fresh optimizers, each its own."""
+    path = folder / OPTIMIZER
+    parameters = dict(model.named_parameters())
+    with as_user_error(path), safe_open(path, "pt") as state:
+        for key in state.keys():
+            number, _, name = key.partition("/")
+            name, _, part = name.rpartition(".")
+            value = state.get_tensor(key).to(parameters[name].device, copy=True)
+            optimizers[int(number)].state[parameters[name]][part] = value
+        groups = json.loads(state.metadata()["facts"])["groups"]
+    for optimizer, numbers in zip(optimizers, groups):
+        for group, values in zip(optimizer.param_groups, numbers):
+            group.update(values)
 
 
 def check_agreement(facts) -> None:

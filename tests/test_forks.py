@@ -379,3 +379,91 @@ def test_the_line_that_converts_tables_does(tmp_path, monkeypatch):
     line = refused.stderr.strip().split(": ")[-1].replace("python ", f"{sys.executable} ", 1)
     subprocess.run(line, shell=True, check=True, capture_output=True)
     assert [text for text, _ in data.pieces(data.places_of(["text.jsonl"]))] == TEXTS[:9]
+
+
+# ---- what a fork trains with -------------------------------------------------------------------------------
+
+
+def two_optimizers(model, settings):
+    """Muon for the blocks' matrices, at half the rate, and AdamW for the rest (docs/house.md)."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    hidden = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
+    others = [parameter for parameter in trained if all(parameter is not each for each in hidden)]
+    matrices = {"params": hidden, "scale": 0.5}
+    return [torch.optim.Muon([matrices], weight_decay=0.1), torch.optim.AdamW(others, betas=(0.9, 0.95))]
+
+
+def files_of(run: Path) -> list:
+    last = checkpoint.steps(run)[-1]
+    return [(last / name).read_bytes() for name in ("model.safetensors", "optimizer.safetensors")]
+
+
+class Dropped(model.Block):
+    """A block with dropout on what it adds."""
+
+    def forward(self, x, *args, **keywords):
+        return x + F.dropout(super().forward(x, *args, **keywords) - x, 0.2, self.training)
+
+
+@pytest.mark.parametrize("fork", ["two optimizers", "dropout"])
+def test_a_fork_resumes_and_branches_with_the_same_bits(fork, tokens, tmp_path, monkeypatch):
+    if fork == "dropout":
+        monkeypatch.setattr(model, "Block", Dropped)
+    else:
+        monkeypatch.setattr(train, "make_optimizers", two_optimizers)
+    whole = trained(tokens, tmp_path / "whole", max_iters=6, keep="optimizers", eval_every=3)
+    steps = []
+
+    def until_three(step, settings):
+        steps.append(step)
+        if step == 3 and steps.count(3) == 1:
+            raise KeyboardInterrupt
+        return rate(step, settings)
+
+    rate = train.learning_rate
+    monkeypatch.setattr(train, "learning_rate", until_three)
+    with pytest.raises(KeyboardInterrupt):
+        trained(tokens, tmp_path / "part", max_iters=6, keep="optimizers", eval_every=3)
+    trained(tokens, tmp_path / "part", max_iters=6, keep="optimizers", eval_every=3)
+    assert steps.count(3) == 2
+    monkeypatch.setattr(train, "learning_rate", rate)
+    start = str(tmp_path / "whole" / "step_0000002")
+    branch = trained(tokens, tmp_path / "branch", max_iters=6, branch_from=start, eval_every=3)
+    for run in (tmp_path / "part", branch):
+        assert files_of(run)[0] == files_of(whole)[0]
+    assert files_of(tmp_path / "part")[1] == files_of(whole)[1]
+
+
+def test_evaluation_drops_nothing(tokens, tmp_path, monkeypatch):
+    monkeypatch.setattr(model, "Block", Dropped)
+    run = trained(tokens, tmp_path / "a")
+    last = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()][-1]
+    held_out = data.TokenData(tokens).held_out(SMALL["eval_sequences"], SMALL["sequence_length"])
+    saved = checkpoint.load(str(run))
+    with torch.no_grad():
+        loss = saved(*held_out).item() / held_out[0].numel()
+    assert last["val_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_a_preset_is_trained_as_it_is(tokens, tmp_path, monkeypatch):
+    """Its calibration and its sink count, unless a flag says otherwise."""
+    from dataclasses import replace
+
+    mine = replace(model.PRESETS["backcopy"], attn_calibration="attenuate", explicit_sink=True)
+    monkeypatch.setitem(model.PRESETS, "backcopy", mine)
+    config = checkpoint.load(str(trained(tokens, tmp_path / "a"))).config
+    assert (config.attn_calibration, config.explicit_sink) == ("attenuate", True)
+    undone = trained(tokens, tmp_path / "b", attn_calibration="none", explicit_sink=False)
+    config = checkpoint.load(str(undone)).config
+    assert (config.attn_calibration, config.explicit_sink) == ("none", False)
+
+
+def test_a_persistent_buffer_is_refused(monkeypatch):
+    class Masked(model.Block):
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer("mask", torch.ones(4, 4))
+
+    monkeypatch.setattr(model, "Block", Masked)
+    with pytest.raises(UserError, match="mask is a buffer that a checkpoint would have"):
+        init.newborn("tiny_llama", 1)
