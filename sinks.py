@@ -19,7 +19,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from lib.results import interval
 from lib.settings import Command, UserError, at_least, run_script
@@ -29,7 +28,7 @@ from measure.figures import draw_heads, draw_transplants
 from measure.units import observe, zero_units
 from model import Transformer
 from sources.checkpoint import check_lengths
-from sources.inputs import TextExperiment, TextSettings, bos_of, read_tokens, text_of
+from sources.inputs import TextExperiment, TextSettings, prefix_of, read_tokens, text_of
 from sources.saving import save_constants
 
 LENGTHS = (32, 64, 128, 256, 512)  # of sequences, for `rate`
@@ -78,6 +77,8 @@ def rate(settings: RateSettings):
             heads.append(key | {"layers": [*seen], "alpha1": alpha.mean(0).tolist()})
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "other_sink_rate")
     columns += ("mean_alpha1", "uniform_alpha1", "windowed_layers")
+    if any(row["learned_sink_alpha"] for row in rows):
+        columns += ("learned_sink_alpha",)
     result = experiment.save(rows, columns, heads=heads)
     title = "Where does attention sink on position 1?"
     draw_heads(experiment.folder / "rate.png", title, heads, "alpha1")
@@ -95,26 +96,26 @@ class Case:
 
     kind: str
     model: Transformer
-    front: int | None = None  # a token in front of the text
+    front: tuple = ()  # tokens in front of the text
     ablated: list = field(default_factory=list)  # neurons at zero
 
 
-def cases_of(model, constants, activity, extra, bos):
+def cases_of(model, constants, activity, extra, prefix):
     """The model as it is, with constants, and with a token in front.
 
     Anything in front gives the text's first token something to attend to, so losses with constants are best
-    compared with those with an arbitrary token in front. BOS is in front if the model was trained so, except
-    where the constants replace it.
+    compared with those with an arbitrary token in front. BOS (or what else the model was trained with) is in
+    front, except where the constants replace it.
     """
     moved = attention.with_constants(model, constants)
     builders = activity.selective()
     tokens = extra.unique().tolist()  # of the windows that give the constants
     return [
-        Case("unchanged", model, bos),
-        Case("builders at zero", model, bos, builders),
+        Case("unchanged", model, prefix),
+        Case("builders at zero", model, prefix, builders),
         Case("moved", moved),
-        Case("moved, builders at zero", moved, None, builders),
-        Case("token in front", model, tokens[len(tokens) // 2]),
+        Case("moved, builders at zero", moved, (), builders),
+        Case("token in front", model, (tokens[len(tokens) // 2],)),
     ]
 
 
@@ -127,17 +128,22 @@ def transplant(settings: TransplantSettings, cases_of=cases_of):
     rows, layers, heads = [], [], []
     for named, spec, model in experiment.models():
         check_lengths(settings.sequence_length, model.config.context_length - 1)  # a token may be in front
-        bos = bos_of(settings, spec)
+        prefix = prefix_of(settings, spec)
         for T in settings.sequence_length:
             tokens, extra = split_windows(experiment.settings, spec, T)
             constants = attention.constants_at(model, extra)
             if settings.save and T == settings.sequence_length[0]:
-                facts = {"model": spec.label, "position": 1, "bos": bos, "text": text_of(settings, spec)}
+                facts = {
+                    "model": spec.label,
+                    "position": 1,
+                    "prefix": prefix,
+                    "text": text_of(settings, spec),
+                }
                 save_constants(Path(settings.save), constants, **facts)
             activity = observe(model, tokens)
             (builder,) = activity.builders(1)
-            text = tokens if bos is None else tokens[:, 1:]
-            for case in cases_of(model, constants, activity, extra, bos):
+            text = tokens[:, len(prefix) :]
+            for case in cases_of(model, constants, activity, extra, prefix):
                 key = named | {"kind": case.kind, "sequence_length": T}
                 row, largest, by_head = effects(case, text, builder)
                 rows.append(key | row)
@@ -175,8 +181,8 @@ def effects(case: Case, text: torch.Tensor, builder):
 
     Position 1 is that of the token in front, if there is one; losses are of the text alone.
     """
-    before = 0 if case.front is None else 1
-    tokens = F.pad(text, (before, 0), value=case.front)
+    before = len(case.front)
+    tokens = torch.cat((text.new_tensor(case.front).expand(len(text), -1), text), dim=1)
     largest = defaultdict(float)
     means = attention.Means(len(tokens))
 

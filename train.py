@@ -195,7 +195,9 @@ class Training:
         sums = runtime.sum_over_ranks(torch.stack([loss, loss.new_tensor(len(signals))]))
         loss, num_signals, grad_norm = torch.cat((sums, norm[None])).tolist()
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-            hint = "start again from an earlier step with --init-from, or with a lower --learning-rate"
+            best = self.run.best().get("step", 0)
+            hint = "start again with a lower --learning-rate, or with --init-from the step with the lowest "
+            hint += f"held-out loss, {self.run.step_folder(best)}"
             raise UserError(f"step {self.step}: loss {loss}, gradient norm {grad_norm}; {hint}")
         for optimizer in self.optimizers:
             optimizer.step()
@@ -228,7 +230,7 @@ class Training:
         loss = mean_loss(model, *held_out, settings.micro_batch_size, self.device, self.dtype)
         if not math.isfinite(loss):
             raise UserError(f"step {self.step}: held-out loss {loss}; try a lower --learning-rate")
-        row = {"val_loss": loss}
+        row = {"val_loss": loss, "val_windows": settings.eval_sequences}
         if rank() == 0:
             if settings.track_sinks:
                 row["sinks"] = self.sinks()

@@ -121,6 +121,11 @@ class Lens:
             except (IndexError, RuntimeError) as error:
                 if "index" not in str(error):
                     raise
+                rows = self.model.get_input_embeddings().weight.shape[0]
+                if name == "input_ids" and inputs.max() >= rows:
+                    raise UserError(
+                        f"token {inputs.max()} has no row in an embedding matrix of {rows:,}"
+                    ) from None
                 raise UserError(f"{T} positions are too many for its tables: {error}") from None
         return states[:, -1] if last_only else states
 
@@ -148,11 +153,11 @@ class Lens:
         return patch.object(self, "unit_watchers", [*self.unit_watchers, on_units])
 
     def without_units(self, layer, tokens: Tensor) -> Tensor:
-        """The mean state at position 1, (d,), after a layer whose units are all at zero, on tokens (n, T)."""
+        """The states at position 1, (n, d), after a layer whose units are all at zero, on tokens (n, T)."""
         states = {}
         with self.hidden_units(lambda at, units: torch.zeros_like(units) if at == layer else None):
             self.hidden(tokens, on_state=states.__setitem__)
-        return states[layer][:, 0].float().mean(0).cpu()
+        return states[layer][:, 0].float().cpu()
 
     def down(self, layer):
         """The weights (d, F) of a layer's neurons on the stream."""

@@ -62,7 +62,10 @@ def open_lens(place, device="cpu", dtype=torch.float32):
         if size > most:
             said = f"{size / 1e9:.3g} GB in memory, and there are {most / 1e9:.3g}: try --dtype bfloat16"
             raise UserError(f"{place} takes {said}")
-        weights = {name: finite(place, name, tensor.read()) for name, tensor in tensors.items()}
+        weights = {}
+        for name, tensor in tensors.items():
+            weight = finite(place, name, tensor.read())
+            weights[name] = weight.to(dtype) if weight.is_floating_point() else weight
         if is_gguf(place) and "gemma" in config.model_type:  # gains stand there as they are
             weights |= {name: weight - 1 for name, weight in weights.items() if "norm" in name}
         with quiet():

@@ -44,11 +44,16 @@ def sink_share(alpha: Tensor) -> Tensor:
 def sink_statistics(model, tokens: Tensor, other_positions=()):
     """For tokens (n, T): a row about sinks on position 1 and on any other position, and alpha_1 (n, L, H)."""
     positions = (1, CONSTANT, LEARNED, *other_positions)
-    alphas = [attention_to(model, part, positions)[0] for part in batches(tokens)]
-    alpha1, constant, learned, *others = torch.cat(alphas).cpu().unbind(-1)  # (n, L, H) each
+    firsts, largest = [], []
+    for part in batches(tokens):
+        alpha, _ = attention_to(model, part, positions)  # (B, L, H, K)
+        firsts.append(alpha[..., :3].cpu())
+        if other_positions:
+            largest.append(alpha[..., 3:].amax(-1).cpu())
+    alpha1, constant, learned = torch.cat(firsts).unbind(-1)  # (n, L, H) each
     row = {
         "sink_rate": sink_share(alpha1).mean().item(),
-        "other_sink_rate": sink_share(torch.stack(others).amax(0)).mean().item() if others else None,
+        "other_sink_rate": sink_share(torch.cat(largest)).mean().item() if largest else None,
         "mean_alpha1": alpha1.mean().item(),
         "constant_alpha": constant.mean().item(),
         "learned_sink_alpha": learned.mean().item(),

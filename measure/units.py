@@ -36,7 +36,9 @@ class Activity:
     disparity: Tensor  # of the stream at position 1, (L + 1,)
     at_1: Tensor  # neurons' activations at position 1, (L, d_ff)
     elsewhere: Tensor  # their |activations| at the other positions, (L, d_ff)
-    mlp_output: dict  # by layer with a norm behind its MLP, as Gemma's: what that adds to the state, (d,)
+    # By layer with a norm behind its MLP, as Gemma's, of each sequence: neurons at position 1, (n, d_ff), and
+    # what the MLP adds to the state, (n, d)
+    normed: dict
 
     @property
     def dimension(self):
@@ -50,8 +52,12 @@ class Activity:
         layers = range(1, len(self.state))
         down = by_layer([self.model.down(layer)[dimension].float().cpu() for layer in layers])
         products = self.at_1 * down * sign
-        for layer, added in self.mlp_output.items():  # the norm scales all products of a layer alike
-            products[layer - 1] *= added[dimension] * sign / products[layer - 1].sum()
+        for layer, (units, added) in self.normed.items():
+            each = units * down[layer - 1][: units.shape[1]] * sign  # (n, d_ff)
+            sums = each.sum(1, keepdim=True)
+            # A norm scales all products of a sequence alike, each sequence's by a factor of its own.
+            scale = added[:, dimension, None] * sign / sums.where(sums.abs() > 1e-12, 1)
+            products[layer - 1, : units.shape[1]] = (each * scale).mean(0)
         return products
 
     def builders(self, count):
@@ -89,24 +95,31 @@ def observe(model, tokens: Tensor) -> Activity:
     """The Activity of a model on tokens (n, T); UserError if its states or neurons cannot be seen."""
     check_seen(model, "states", "units")
     means = Means(len(tokens))
+    now = {}  # of the batch at work, neurons of layers with a norm behind their MLPs
+    normed = {layer: ([], []) for layer in getattr(model, "normed_layers", ())}  # a Lens
 
     def on_units(layer, units):  # (B, T, d_ff)
+        if layer in normed:  # of several parts of an MLP one after another
+            now[layer] = now.get(layer, 0) + units[:, 0].float().cpu()
         means.add(layer, at_1=units[:, 0].float(), elsewhere=units[:, 1:].float().abs().mean(1))
 
     def on_state(layer, x):  # (B, T, d)
+        if layer in normed:
+            normed[layer][1].append(x[:, 0].float().cpu())
         means.add(layer, state=x[:, 0].float(), disparity=disparity(x[:, 0]))
 
     with model.hidden_units(on_units):
         for part in batches(tokens):
             model.hidden(part, on_state=on_state)
+            for layer in normed:
+                normed[layer][0].append(now.pop(layer))
     state, sizes = means.stack("state"), means.stack("disparity")  # (L + 1, d) and (L + 1,)
     layers, none = range(1, len(state)), torch.zeros(0)  # a layer of others' models may have none
     at_1 = by_layer([means.of[layer].get("at_1", none) for layer in layers])
     elsewhere = by_layer([means.of[layer].get("elsewhere", none) for layer in layers])
-    mlp_output = {}
-    for layer in getattr(model, "normed_layers", ()):  # a Lens
-        mlp_output[layer] = state[layer] - model.without_units(layer, tokens[:, :1])
-    return Activity(model, 1 + sizes[1:].argmax().item(), state, sizes, at_1, elsewhere, mlp_output)
+    for layer, (units, states) in normed.items():
+        normed[layer] = (torch.cat(units), torch.cat(states) - model.without_units(layer, tokens[:, :1]))
+    return Activity(model, 1 + sizes[1:].argmax().item(), state, sizes, at_1, elsewhere, normed)
 
 
 def zero_units(neurons):

@@ -24,6 +24,7 @@ from model import Transformer, weights_on
 from sources.inputs import TextExperiment, TextSettings, read_tokens
 
 HIDDEN, SHOWN, FROM = (1, 2, 4), 8, 64  # positions that are hidden, and told of; predictions left out
+LEAK = 0.02  # of later states, that a hidden token may change, by rounding
 
 
 @dataclass
@@ -56,6 +57,7 @@ def every_case(settings: HideSettings, spec, model):
     cases += [("hidden", k, (query.T < k) & (query > query.T)) for k in HIDDEN]
     cases += [("hidden from all but the next", k, (query.T < k) & (query >= 2 * k)) for k in HIDDEN]
     readers = [model, with_constants(model, constants_at(model, others))] if c else [model]
+    check_that_hiding_hides(model, tokens[:1])
     rows, usual = [], None
     for reader, (kind, k, hides) in product(readers, cases):
         row, losses = measured(reader, tokens, hides.expand(T, T), builder)
@@ -63,6 +65,20 @@ def every_case(settings: HideSettings, spec, model):
         key = {"kind": kind, "hidden": k, "constants": reader is not model}
         rows.append(key | row | interval(losses - usual, "added"))
     return rows
+
+
+def check_that_hiding_hides(model, tokens):
+    """UserError if a token (1, T) that is hidden from all others changes what these become."""
+    T = tokens.shape[1]
+    hides = torch.zeros(T, T, dtype=torch.bool, device=tokens.device)
+    hides[1:, 0] = True
+    others = tokens.clone()
+    others[:, 0] = (others[:, 0] + 1) % model.config.vocab_size
+    states, changed = [late_attention(model, each, hides, None)[1][:, 1:] for each in (tokens, others)]
+    share = ((states - changed).norm() / states.norm()).item()
+    if share > LEAK:
+        hint = "other layers than attention, as state-space ones, carry it"
+        raise UserError(f"hide: a hidden first token still changes later states by {share:.0%}: {hint}")
 
 
 def measured(model, tokens, hides, builder):

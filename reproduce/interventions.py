@@ -22,7 +22,7 @@ from measure.anatomy import describe, jumps
 from measure.units import disparity, names_of, observe, ranked, zero_units
 from model import Transformer
 from sinks import Case, TransplantSettings, alpha_and_loss
-from sources.inputs import TextExperiment, TextSettings, bos_of, read_tokens
+from sources.inputs import TextExperiment, TextSettings, prefix_of, read_tokens
 
 MOST_BUILDERS = 64  # that `ablate` ablates
 ELSEWHERE = 10  # where a BOS that is not first stands
@@ -89,14 +89,14 @@ def intervened(model, tokens, builder, k, changed, kind, factor):
     With `amplify`, SO's, it becomes mu + factor (o_k - mu), where mu is the mean of o_k over sequences; with
     `scale` it becomes factor o_k.
     """
-    alphas, activations = [], []
+    alphas, activations = {}, []  # attention by layer that attends
 
     def on_units(layer, units):
         if layer == builder[0]:
             activations.append(units[:, k - 1, builder[1]].float().abs().cpu())
 
     def on_heads(layer, heads, q, key, v, alpha):
-        alphas.append(alpha((k,)))  # (n, H, 1)
+        alphas[layer] = alpha((k,)).cpu()[..., 0]  # (n, H)
         if kind == "none" or changed not in ("all", layer):
             return None
         o_k = heads[:, :, k - 1 : k]  # (n, H, 1, Dh)
@@ -114,8 +114,12 @@ def intervened(model, tokens, builder, k, changed, kind, factor):
     with model.hidden_units(on_units):
         model.hidden(tokens, on_heads=on_heads)
     skipped = builder[0] if builder[0] < model.config.num_layers else 1  # layers the builder cannot change
-    alpha = torch.stack(alphas, dim=1).cpu()[..., 0]  # (n, L, H)
-    return alpha.mean(2)[:, skipped:].double().mean(1), sum(activations)
+    above = [alpha.mean(1) for layer, alpha in alphas.items() if layer > skipped]
+    if not above:
+        raise UserError(
+            f"no layer above layer {skipped}, of the first builder, attends: nothing can be measured"
+        )
+    return torch.stack(above, dim=1).double().mean(1), sum(activations)
 
 
 @torch.inference_mode()
@@ -146,7 +150,7 @@ def ablations(settings: TextSettings, spec, model):
     activity = observe(model, tokens)
     builders = activity.builders(min(MOST_BUILDERS, num_needed(activity)))
     sets = sets_of_units(settings, activity, builders)
-    num_bos = 0 if bos_of(settings, spec) is None else 1
+    num_bos = len(prefix_of(settings, spec))
     rows, states = [], []
 
     def on_state(layer, x):
@@ -225,10 +229,10 @@ def with_and_without_bos(settings: TextSettings, spec, model):
     if settings.sequence_length <= ELSEWHERE:
         raise UserError(f"--sequence-length: expected {ELSEWHERE + 1} at least")
     settings = replace(settings, bos="always")
-    if bos_of(settings, spec) is None:
+    if not prefix_of(settings, spec):
         raise UserError(f"{spec.label}: expected a model with a tokenizer")
     first = read_tokens(settings, spec, settings.sequence_length)
-    text = first[:, 1:]
+    text = first[:, len(prefix_of(settings, spec)) :]
     within = text.clone()
     within[:, ELSEWHERE - 1] = first[0, 0]
     of_bos = attention.with_constants(model, attention.constants_at(model, first[:1, :1]))
@@ -244,7 +248,8 @@ def with_and_without_bos(settings: TextSettings, spec, model):
     for kind, (reader, tokens, place) in progress(cases.items(), desc="bos", unit=" cases", leave=False):
         parts = attention.batches(tokens)
         alphas = [attention.attention_to(reader, part, (place,))[0] for part in parts]  # (B, L, H, 1) each
-        for layer, alpha in enumerate(torch.cat(alphas).unbind(1), start=1):
+        layers = attention.queries_that_see_the_first(reader, tokens.shape[1])
+        for layer, alpha in zip(layers, torch.cat(alphas).unbind(1)):
             row = {"kind": kind, "place": place, "layer": layer, "alpha": alpha.mean().item()}
             rows.append(row | {"sink_rate": (alpha > attention.EPSILON).float().mean().item()})
     return rows
@@ -255,19 +260,19 @@ def transplant(settings: TransplantSettings):
     return sinks.transplant(settings, partial(cases_and_controls, settings.input_seed))
 
 
-def cases_and_controls(seed, model, constants, activity, extra, bos):
+def cases_and_controls(seed, model, constants, activity, extra, prefix):
     """Cases and controls: other tokens in front, other builders, constants in some layers, wrong constants.
 
     If constants in layer 1 suffice, or in the layers up to the dimension's first jump, the chain breaks where
     it begins. If constants of position 2, of other heads or random ones suffice, any constant would do.
     """
-    cases = sinks.cases_of(model, constants, activity, extra, bos)
+    cases = sinks.cases_of(model, constants, activity, extra, prefix)
     tokens = extra.unique().tolist()
     for token in (tokens[len(tokens) // 4], tokens[3 * len(tokens) // 4]):
-        cases.append(Case(f"token in front: {token}", model, token))
+        cases.append(Case(f"token in front: {token}", model, (token,)))
     builders = activity.builders(num_needed(activity))
     if set(builders) != set(cases[1].ablated):
-        cases.append(Case("builders of 99 % at zero", model, bos, builders))
+        cases.append(Case("builders of 99 % at zero", model, prefix, builders))
 
     def add(kind, constants, layers=None):
         some = {layer: pair for layer, pair in constants.items() if layers is None or layer in layers}

@@ -121,11 +121,11 @@ class Checkpoint:
         settings = self.was_saved_here and self.place.parent / "settings.json"
         return read_json(settings) if settings and exists(settings) else {}
 
-    def begins_with_bos(self, tokenizer):
-        """Whether the model was trained with BOS in front: its run, or else its tokenizer's rule says so."""
+    def prefix(self, tokenizer):
+        """The tokens that stood in front when it was trained, as its run or its tokenizer's rule says."""
         if self.preset or self.was_saved_here:
-            return bool(self.run.get("bos_first"))
-        return tokenizer.adds_bos
+            return (tokenizer.bos,) if self.run.get("bos_first") else ()
+        return tokenizer.prefix
 
 
 def newborn_weights(config, seed, embedding_seed=None, scheme="gpt2") -> Weights:

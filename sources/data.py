@@ -108,13 +108,23 @@ def text_files(name):
     """The text files of a name: a file, those of a glob, and those in folders that are not hidden."""
     files = []
     for path in sorted(map(Path, glob.glob(name, recursive=True))) or [Path(name)]:
-        if path.is_dir():
-            for file in sorted(path.rglob("*")):
-                if file.is_file() and "/." not in f"/{file.relative_to(path).as_posix()}":
-                    files.append(file)
-        else:
-            files.append(path)
+        files += files_below(path) if path.is_dir() else [path]
     return [file for file in files if file.suffix.lower() in TEXT]
+
+
+def files_below(folder):
+    """The files in a folder and in those below it, sorted; links are followed, each place is read once."""
+    files, seen = [], {}
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        if real in seen:
+            say(f"{place} is {seen[real]}, which is read already")
+            folders.clear()
+            continue
+        seen[real] = place
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files += [Path(place, name) for name in names if not name.startswith(".")]
+    return sorted(file for file in files if file.is_file())
 
 
 def package_files():

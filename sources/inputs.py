@@ -17,6 +17,8 @@ from lib.settings import RunSettings, UserError, at_least
 from sources.checkpoint import check_lengths, find_models, load_tokenizer, shortest_context
 from sources.data import TokenData, pieces, places_of, read
 
+PART = 2**20  # characters of a text that are encoded at a time
+
 
 @dataclass
 class TextSettings(RunSettings):
@@ -73,40 +75,44 @@ def tokenizer_by_name(name):
     return load_tokenizer(name)
 
 
-def bos_of(settings: TextSettings, spec):
-    """The BOS in front of what a spec's model reads, or None; random tokens have none."""
+def prefix_of(settings: TextSettings, spec):
+    """The tokens in front of what a spec's model reads, a tuple; random tokens have none."""
     text = text_of(settings, spec)
     if settings.bos == "never" or text == "random tokens":
-        return None
+        return ()
     tokenizer = tokenizer_of(settings, spec)
     if tokenizer is None and isdir(text):
         tokenizer = TokenData(text).tokenizer
-    if tokenizer is None or (settings.bos == "auto" and not spec.begins_with_bos(tokenizer)):
-        return None
+    if tokenizer is None:
+        return ()
+    if settings.bos == "auto":
+        return spec.prefix(tokenizer)
     if tokenizer.bos is None:
         raise UserError(f"--bos {settings.bos}: the tokenizer of {spec.label} has no BOS")
-    return tokenizer.bos
+    return tokenizer.prefix or (tokenizer.bos,)
 
 
 def read_tokens(settings: TextSettings, spec, T):
-    """What a spec's model reads, (n, T) int64 on the device, with BOS in front if the settings ask for it.
+    """What a spec's model reads, (n, T) int64 on the device, with its prefix if the settings ask for it.
 
-    BOS is one of the T tokens. UserError if the text is too short, or its tokens are not the model's.
+    The prefix is among the T tokens. UserError if the text is too short, or its tokens are not the model's.
     """
     text = text_of(settings, spec)
-    bos = bos_of(settings, spec)
+    prefix = prefix_of(settings, spec)
     count = settings.num_sequences
-    length = T if bos is None else T - 1  # of the text
+    length = T - len(prefix)  # of the text
+    if length < 1:
+        raise UserError(f"--sequence-length {T}: {len(prefix)} tokens stand in front of each text")
     if text == "random tokens":
         tokens = random_tokens(settings.input_seed, range(count), T, spec.config.vocab_size)
     elif isdir(text):
-        data = TokenData(text, bos_first=bos is not None)  # in place of the first token, as in training
+        data = TokenData(text, bos_first=bool(prefix))  # in place of the first token, as in training
         check_tokenizer(spec, data)
         tokens, _ = data.held_out(count, T)
     else:
         tokens = windows_of(settings, spec, text, length)
-        if bos is not None:
-            tokens = torch.cat((torch.full_like(tokens[:, :1], bos), tokens), dim=1)
+        front = torch.tensor(prefix, dtype=tokens.dtype).expand(len(tokens), -1)
+        tokens = torch.cat((front, tokens), dim=1)
     if len(tokens) < count:
         found = f"{text} has {len(tokens)} sequences of {length} tokens, not --num-sequences {count}"
         raise UserError(f"{found}: use a longer text or a shorter --sequence-length")
@@ -135,18 +141,29 @@ def encode(text, tokenizer):
         documents, most = read(Path(text)), math.inf
     else:
         documents, most = pieces(places_of((text,))), 2**19  # characters
-    content = ""
+    parts, some = [], []  # a long text is encoded in parts, or it would take a hundred times its size
+    count = begun = 0  # characters so far, and where the part in hand begins
     for piece, begins in documents:
-        if begins and content:
-            content += "\n\n"
-        if len(content) >= most:
+        if begins and count:
+            piece = "\n\n" + piece
+        if count >= most:
             break
-        content += piece
-    (tokens,) = tokenizer.encode([content])
+        some.append(piece)
+        count += len(piece)
+        if count - begun >= PART:
+            parts.append(encoded(some, tokenizer))
+            some, begun = [], count
+    parts.append(encoded(some, tokenizer))
+    return torch.cat(parts)
+
+
+def encoded(pieces, tokenizer):
+    """The tokens, (n,) int64, of pieces of one text."""
+    (tokens,) = tokenizer.encode(["".join(pieces)])
     return torch.tensor(tokens, dtype=torch.int64)
 
 
 def check_tokenizer(spec, data) -> None:
     """UserError if a checkpoint has a tokenizer, and the data set was made with another."""
-    if spec.tokenizer is not None and spec.tokenizer.content != data.tokenizer.content:
+    if spec.tokenizer is not None and not spec.tokenizer.does_as(data.tokenizer):
         raise UserError(f"{data.folder} was made with another tokenizer than {spec.tokenizer_file}")

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import json
+import os
 import signal
 import threading
 from dataclasses import asdict, replace
@@ -37,6 +38,8 @@ class Run:
         self.folder = Path(folder)
         self.settings_file = self.folder / "settings.json"
         self.log = self.folder / "metrics.jsonl"
+        self.kept_back = []  # lines of the log that could not be written yet
+        self.told = set()
 
     def step_folder(self, step):
         return self.folder / f"step_{step:07}"
@@ -84,10 +87,21 @@ class Run:
                 temporary.write_text(json.dumps(asdict(settings), indent=1) + "\n")
 
     def append(self, row) -> None:
-        """Append a row to the log."""
+        """Append a row to the log. A full disk does not end a run: the next save decides."""
         if rank() == 0:
-            with self.log.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+            self.kept_back.append(json.dumps(row) + "\n")
+            try:
+                with atomic_append(self.log) as file:
+                    file.write("".join(self.kept_back))
+                self.kept_back.clear()
+            except OSError as error:
+                self.tell_once(f"{self.log} cannot be written now, training goes on: {error}")
+
+    def tell_once(self, text) -> None:
+        """Say that something that is not needed to go on could not be done."""
+        if text not in self.told:
+            self.told.add(text)
+            say(text)
 
     def save(self, step, model, optimizers, tokens, keep) -> None:
         """Write a step's checkpoint; of earlier ones, remove those that `keep` does not keep."""
@@ -111,8 +125,9 @@ class Run:
         self.prune(keep)
 
     def best(self):
-        """The row with the lowest held-out loss; {} if there is none."""
+        """The row with the lowest held-out loss, of as many windows as the newest; {} if there is none."""
         rows = [row for row in read_rows(self.log) if "val_loss" in row]
+        rows = [row for row in rows if row.get("val_windows") == rows[-1].get("val_windows")]
         return min(rows, key=lambda row: row["val_loss"], default={})
 
     def prune(self, keep) -> None:
@@ -137,7 +152,11 @@ class Run:
                     points.append({"step": row["step"], "split": split, "loss": row[key]})
         if points:
             options = {"x": "step", "y": "loss", "series": "split", "style": ".-"}
-            curves(points, self.folder / "loss.png", "Does the loss fall?", ylabel="nats/token", **options)
+            path = self.folder / "loss.png"
+            try:
+                curves(points, path, "Does the loss fall?", ylabel="nats/token", **options)
+            except (OSError, UserError) as error:
+                self.tell_once(f"{path} cannot be drawn now, training goes on: {error}")
 
 
 def load_step(folder, tokens):
@@ -268,6 +287,19 @@ def new_model(settings, config, tokens):
         sizes = f"{tokens.vocab_size} tokens, the model {model.config.vocab_size}"
         raise UserError(f"{tokens.folder} has {sizes}: use another --tokenizer")
     return model
+
+
+@contextlib.contextmanager
+def atomic_append(path):
+    """A file to append to, which is as it was if that fails."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a") as file:
+            yield file
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)
+        raise
 
 
 def read_rows(path):

@@ -1,5 +1,6 @@
 """Use a model: write text with it, one token after another, or take its loss."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -28,11 +29,12 @@ class SampleSettings:
 
 
 @torch.no_grad()
-def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, top_k=None):
-    """The text, up to `count` tokens, that a model writes after BOS (or token 0) and a prompt."""
+def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, top_k=None, prefix=()):
+    """The text, up to `count` tokens, that a model writes after its prefix (or BOS, or 0) and a prompt."""
     vocab_size = min(tokenizer.vocab_size, model.config.vocab_size)  # either may have more
     (prompt_tokens,) = tokenizer.encode([prompt])
-    tokens = torch.tensor([[tokenizer.bos or 0, *prompt_tokens]], device=model.device)  # (1, T)
+    front = [*(prefix or (tokenizer.bos or 0,)), *prompt_tokens]
+    tokens = torch.tensor([front], device=model.device)  # (1, T)
     cache, new = model.new_cache(), tokens
     for _ in runtime.progress(range(count), desc="writing", unit=" tokens", leave=False):
         if tokens.shape[1] > model.config.context_length:  # the text slides, so every position changes
@@ -48,7 +50,7 @@ def generate(model, tokenizer, generator, prompt="", count=48, temperature=0.8, 
             break
         new = token[None].to(model.device)
         tokens = torch.cat((tokens, new), dim=1)
-    return tokenizer.decode(tokens[0, 1 + len(prompt_tokens) :].tolist())
+    return tokenizer.decode(tokens[0, len(front) :].tolist())
 
 
 def tokenizer_of(spec):
@@ -64,7 +66,7 @@ def sample(settings: SampleSettings) -> None:
     tokenizer = tokenizer_of(spec)
     model = spec.model(runtime.choose_device(settings.device))
     generator = torch.Generator().manual_seed(settings.seed)
-    options = (settings.prompt, settings.tokens, settings.temperature, settings.top_k)
+    options = (settings.prompt, settings.tokens, settings.temperature, settings.top_k, spec.prefix(tokenizer))
     print(settings.prompt + generate(model, tokenizer, generator, *options))
 
 
@@ -87,11 +89,12 @@ def evaluate(settings: EvalSettings):
     T = settings.sequence_length or run.get("sequence_length") or min(1024, context)
     checkpoint.check_lengths((T,), context)
     place = settings.data or run.get("data") or (run and default_folder(run["source"], run["tokenizer"]))
+    prefix = spec.prefix(tokenizer)
     if settings.text:
         place = settings.text
         tokens = encode(place, tokenizer)
-        if tokenizer.bos is not None:
-            tokens = torch.cat((tokens.new_tensor([tokenizer.bos]), tokens))
+        if tokenizer.bos is not None and not prefix:
+            tokens = torch.cat((tokens.new_tensor([tokenizer.bos]), tokens))  # one document
     elif place:
         if not settings.data and not Path(place).exists():
             raise UserError(f"{place}, the data of {spec.label}, is missing here: name it with --data")
@@ -100,15 +103,25 @@ def evaluate(settings: EvalSettings):
         tokens = torch.from_numpy(data.tokens["val"].astype("int64"))
     else:
         raise UserError(f"{spec.label} is no run with a data set: name a --text or --data")
-    if len(tokens) <= T:
-        raise UserError(f"{place} has {len(tokens)} tokens, not {T + 1}: shorten --sequence-length")
-    windows = tokens.unfold(0, T + 1, T).clone()  # (n, T + 1), as in training
+    num_front = 0 if run else len(prefix)
+    length = T + 1 - num_front  # of the text in a window
+    if len(tokens) < length:
+        raise UserError(f"{place} has {len(tokens)} tokens, not {length}: shorten --sequence-length")
+    step = length if num_front else T  # each token is predicted once, as in training
+    windows = tokens.unfold(0, length, step).clone()
     if run.get("bos_first"):
         windows[:, 0] = tokenizer.bos
+    elif num_front:
+        windows = torch.cat((tokens.new_tensor(prefix).expand(len(windows), -1), windows), dim=1)
     model = spec.model(runtime.choose_device(settings.device))
-    loss = 0.0
+    loss, counted = 0.0, windows[:, max(1, num_front) :]  # the tokens that are predicted
     for part in windows.to(model.device).split(runtime.default_batch_size(model.device, T)):
-        states = model.hidden(part[:, :-1]).flatten(0, 1)
-        loss += model.summed_loss(states, part[:, 1:].flatten()).item() / (len(windows) * T)
-    print(f"{spec.label} on {place}: {loss:.6f} nats/token over all {len(windows):,} windows of {T} tokens")
-    return {"loss": loss, "windows": len(windows)}
+        states = model.hidden(part[:, :-1])[:, max(0, num_front - 1) :].flatten(0, 1)
+        targets = part[:, max(1, num_front) :].flatten()
+        loss += model.summed_loss(states, targets).item() / counted.numel()
+    num_bytes = sum(len(tokenizer.decode(window).encode()) for window in counted.tolist())
+    bits = loss * counted.numel() / math.log(2) / max(1, num_bytes)
+    front = f" behind {tokenizer.decode(list(prefix))!r}" if prefix else ""
+    said = f"{spec.label} on {place}: {loss:.6f} nats/token, {bits:.4f} bits/byte over all {len(windows):,} "
+    print(f"{said}windows of {T} tokens{front}")
+    return {"loss": loss, "windows": len(windows), "bits_per_byte": bits}

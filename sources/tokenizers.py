@@ -43,7 +43,7 @@ class Tokenizer:
     content: bytes  # of the file
     piece: Callable | None = None  # token number -> text, if decoding one token loses its blank
     for_transformers: Callable = lambda: None  # -> content of a tokenizer.json; None if it has none
-    adds_bos: bool = False  # whether its own rule puts BOS in front of a text
+    prefix: tuple = ()  # the tokens that its own rule puts in front of a text
     beside: dict[str, bytes] = field(default_factory=dict)  # files beside a tokenizer.json, kept whole
 
     def text(self, token):
@@ -56,6 +56,17 @@ class Tokenizer:
     def ends(self):
         """The tokens that end a document."""
         return sorted({self.bos, self.eos} - {None})
+
+    def does_as(self, other):
+        """Does another tokenizer make the same of a text? By its file, or its tokens and a probing text."""
+        if self.content == other.content:
+            return True
+        sizes = [(each.vocab_size, each.ends) for each in (self, other)]
+        if sizes[0] != sizes[1]:
+            return False
+        some = range(0, self.vocab_size, max(1, self.vocab_size // 1000))
+        is_vocabulary = all(self.text(token) == other.text(token) for token in some)
+        return is_vocabulary and self.encode([PROBE]) == other.encode([PROBE])
 
     def save(self, folder, model_type="") -> None:
         """Write its file and, if it has them, the files that `transformers` needs."""
@@ -143,10 +154,12 @@ def json_tokenizer(path, content, rules):
         encoding = coder.encode("a")
         vocab_size = 1 + max(coder.get_vocab().values())
         special = {token.content for token in coder.get_added_tokens_decoder().values() if token.special}
-    begins = encoding.special_tokens_mask[:1] == [1]
+    # The rule of the file itself puts special tokens in front, or the one beside it BOS, as in transformers.
+    num_front = (encoding.special_tokens_mask + [0]).index(0)
+    prefix = tuple(encoding.ids[:num_front])
     bos = named_token(rules, "bos_token")
     eos = named_token(rules, "eos_token")
-    if bos is None and begins:
+    if bos is None and prefix:
         bos = encoding.tokens[0]
     if eos is None:
         eos = next(filter(special.__contains__, ENDS), None)
@@ -158,16 +171,19 @@ def json_tokenizer(path, content, rules):
             raise UserError(f"the tokenizer {path} cannot encode this text: {error}") from None
 
     eos = None if eos is None else coder.token_to_id(eos)
+    bos = eos if bos is None else coder.token_to_id(bos)
+    if not prefix and rules.get("add_bos_token") and bos is not None:
+        prefix = (bos,)
     return Tokenizer(
         vocab_size=vocab_size,
-        bos=eos if bos is None else coder.token_to_id(bos),
+        bos=bos,
         eos=eos,
         encode=encode,
         decode=functools.partial(coder.decode, skip_special_tokens=False),
         file="tokenizer.json",
         content=content,
         for_transformers=lambda: content,
-        adds_bos=begins or bool(rules.get("add_bos_token")),  # as in transformers
+        prefix=prefix,
         beside={name: (path.parent / name).read_bytes() for name in BESIDE if isfile(path.parent / name)},
     )
 
@@ -183,9 +199,10 @@ def sentencepiece_tokenizer(name, model, adds_bos=False):
     with as_user_error(name):
         coder = sentencepiece.SentencePieceProcessor(model_proto=model)
     eos = None if coder.eos_id() == -1 else coder.eos_id()
+    bos = eos if coder.bos_id() == -1 else coder.bos_id()
     return Tokenizer(
         vocab_size=coder.vocab_size(),
-        bos=eos if coder.bos_id() == -1 else coder.bos_id(),
+        bos=bos,
         eos=eos,
         encode=coder.encode,
         decode=coder.decode,
@@ -193,7 +210,7 @@ def sentencepiece_tokenizer(name, model, adds_bos=False):
         content=model,
         piece=coder.id_to_piece,
         for_transformers=functools.cache(lambda: tokenizer_json(coder)),
-        adds_bos=adds_bos,
+        prefix=(bos,) if adds_bos and bos is not None else (),
     )
 
 

@@ -242,7 +242,7 @@ def test_a_tokenizer_json(coder, tmp_path):
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert theirs("a").input_ids[0] == 0
     tokenizer = data.load_tokenizer(str(path))
-    assert tokenizer.encode([TEXT]) == [whole] and tokenizer.bos == 0 and tokenizer.adds_bos
+    assert tokenizer.encode([TEXT]) == [whole] and tokenizer.bos == 0 and tokenizer.prefix == (0,)
 
 
 def test_eos_in_the_place_of_bos(coder, tmp_path):
@@ -251,7 +251,7 @@ def test_eos_in_the_place_of_bos(coder, tmp_path):
     spec = SimpleNamespace(label="tiny", tokenizer=data.load_tokenizer(str(tmp_path / "tokenizer.json")))
     settings = inputs.TextSettings(bos="always", device="cpu", out=str(tmp_path))
     assert inputs.text_of(settings, spec) == "docstrings"
-    assert inputs.bos_of(settings, spec) == 0
+    assert inputs.prefix_of(settings, spec) == (0,)
 
 
 def test_a_child_keeps_the_tokenizer(tiny, coder, tmp_path, monkeypatch):

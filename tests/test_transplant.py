@@ -65,7 +65,7 @@ def test_effects_against_a_plain_recomputation():
     with torch.inference_mode(), model.hidden_units(lambda layer, u: units.update({layer: u})):
         whole = model(tokens)
         model.hidden(tokens, on_state=lambda layer, x: states.append(x.numpy()))
-    for before, case in enumerate((Case("", model), Case("", model, 3))):
+    for before, case in enumerate((Case("", model), Case("", model, (3,)))):
         row, largest, _ = effects(case, tokens[:, before:], builder)
         logits = whole[:, before:-1].flatten(0, 1)
         losses = F.cross_entropy(logits, tokens[:, before + 1 :].flatten(), reduction="none").view(5, -1)
@@ -125,14 +125,14 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
     both[:, 0] = bos = 3
     tokens, others = both[:5], both[5:]
     text = tokens[:, 1:]
-    monkeypatch.setattr(sinks, "bos_of", lambda settings, spec: bos)
+    monkeypatch.setattr(sinks, "prefix_of", lambda settings, spec: (bos,))
     monkeypatch.setattr(sinks, "split_windows", lambda settings, spec, T: (tokens, others))
     result = transplant(about(model, tmp_path, TransplantSettings, **SETTINGS, sequence_length=(15,)))
     rows = {row["kind"]: row for row in result["rows"]}
     activity = observe(model, tokens)
     (builder,) = activity.builders(1)
     of_bos = attention.with_constants(model, attention.constants_at(model, tokens))
-    for case in (Case("unchanged", model, bos), Case("moved", of_bos)):
+    for case in (Case("unchanged", model, (bos,)), Case("moved", of_bos)):
         expected, *_ = effects(case, text, builder)
         assert {name: rows[case.kind][name] for name in expected} == pytest.approx(
             expected, rel=1e-5
