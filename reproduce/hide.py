@@ -24,7 +24,7 @@ from model import Transformer, weights_on
 from sources.inputs import TextExperiment, TextSettings, read_tokens
 
 HIDDEN, SHOWN, FROM = (1, 2, 4), 8, 64  # positions that are hidden, and told of; predictions left out
-LEAK = 0.02  # of later states, that a hidden token may change, by rounding
+LEAK = 1e-3  # of later states, that a hidden token may change, by rounding
 
 
 @dataclass
