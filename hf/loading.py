@@ -22,6 +22,7 @@ from lib.settings import UserError
 from weights.contents import finite, open_weights
 from weights.files import full_config, is_gguf
 
+ROWS = 4096  # of a matrix that are read at a time
 NO_PARAMETER = ("inv_freq", ".attn.bias", ".attn.masked_bias")  # how names of buffers end
 LOAD = {"attn_implementation": "eager", "experts_implementation": "eager", "output_loading_info": True}
 DROPPED = ("quantization_config", "fusion_config", "distributed_config", "auto_map", "transformers_weights")
@@ -62,10 +63,7 @@ def open_lens(place, device="cpu", dtype=torch.float32):
         if size > most:
             said = f"{size / 1e9:.3g} GB in memory, and there are {most / 1e9:.3g}: try --dtype bfloat16"
             raise UserError(f"{place} takes {said}")
-        weights = {}
-        for name, tensor in tensors.items():
-            weight = finite(place, name, tensor.read())
-            weights[name] = weight.to(dtype) if weight.is_floating_point() else weight
+        weights = {name: read_as(dtype, place, name, tensor) for name, tensor in tensors.items()}
         if is_gguf(place) and "gemma" in config.model_type:  # gains stand there as they are
             weights |= {name: weight - 1 for name, weight in weights.items() if "norm" in name}
         with quiet():
@@ -82,6 +80,19 @@ def open_lens(place, device="cpu", dtype=torch.float32):
         except UserError as error:
             raise UserError(f"{place} cannot be measured: {error}") from None
     return lens
+
+
+def read_as(dtype, place, name, tensor):
+    """A tensor of a checkpoint in a dtype; of a large matrix some rows at a time are read."""
+    rows = tensor.shape[0] if len(tensor.shape) == 2 else 0
+    if rows <= ROWS:
+        weight = finite(place, name, tensor.read())
+        return weight.to(dtype) if weight.is_floating_point() else weight
+    weight = torch.empty(tensor.shape, dtype=dtype)
+    for start in range(0, rows, ROWS):
+        part = slice(start, min(rows, start + ROWS))
+        weight[part] = finite(place, name, tensor.read((part,)))
+    return weight
 
 
 def memory_of(device):
