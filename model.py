@@ -161,19 +161,30 @@ def weights_on(attention, q: Tensor, k: Tensor, positions: Tensor, hides: Tensor
         yield attention.attend(q, keys, values, hides)[..., : len(part)]
 
 
-def mean_attention(attention, q: Tensor, k: Tensor, positions) -> Tensor:
+def mean_attention(attention, q: Tensor, k: Tensor, positions, lengths=None) -> Tensor:
     """alpha (B, H, K): the weight on each of K positions, averaged over the queries that see it (BB 6.2.1).
 
     In the example of `weights_on` alpha_1 is (1 + 0.5 + 0.2) / 3 and alpha_2 (0.5 + 0.3) / 2. Which queries
     see a position is asked of attention itself, by queries of zeros, which weigh alike all that they see.
+    With `lengths` the means are over the first so many queries each, (lengths, B, H, K).
     """
-    key = (q.shape[2], k.shape[2], len(attention.front()), *positions)
+    ends = lengths or (q.shape[2],)
+    key = (q.shape[2], k.shape[2], len(attention.front()), ends, *positions)
     positions = torch.as_tensor(positions, device=k.device)
-    sums = [weights.sum(2, dtype=torch.float32) for weights in weights_on(attention, q, k, positions)]
+    sums = sums_by_length(weights_on(attention, q, k, positions), ends)
     if key not in attention.seen:
-        seen = [(part > 0).sum(2) for part in weights_on(attention, 0 * q[:1], k[:1], positions)]
-        attention.seen[key] = torch.cat(seen, dim=2)
-    return torch.cat(sums, dim=2) / attention.seen[key].clamp(min=1)
+        seen = [(part > 0).float() for part in weights_on(attention, 0 * q[:1], k[:1], positions)]
+        attention.seen[key] = sums_by_length(seen, ends).clamp(min=1)
+    means = sums / attention.seen[key]
+    return means[0] if lengths is None else means
+
+
+def sums_by_length(parts, ends):
+    """The sums of weights (B, H, Q, n) over the first queries up to each of some ends, (ends, B, H, K)."""
+    sums = []
+    for weights in parts:
+        sums.append(torch.stack([weights[:, :, :end].sum(2, dtype=torch.float32) for end in ends]))
+    return torch.cat(sums, dim=-1)
 
 
 class Attention(nn.Module):

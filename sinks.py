@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from lib.results import interval
-from lib.settings import Command, UserError, at_least, run_script
+from lib.settings import Command, UserError, at_least, run_script, say
 from measure import attention
 from measure.anatomy import anatomy
 from measure.figures import draw_heads, draw_transplants
@@ -63,12 +63,13 @@ def rate(settings: RateSettings):
     rows, heads = [], []
     for named, spec, model in experiment.models():
         context = model.config.context_length
-        for T in settings.sequence_length or [T for T in LENGTHS if T <= context] or [context]:
+        lengths = settings.sequence_length or [T for T in LENGTHS if T <= context] or [context]
+        tokens = read_tokens(experiment.settings, spec, max(lengths))  # (n, T)
+        for T, (row, alpha) in by_length(model, tokens, lengths).items():  # alpha (n, L, H)
             key = named | {"sequence_length": T}
-            tokens = read_tokens(experiment.settings, spec, T)  # (n, T)
-            row, alpha = attention.sink_statistics(model, tokens, range(2, T // 2 + 1))  # alpha (n, L, H)
             row |= interval(attention.sink_share(alpha), "sink_rate", 0, 1)
-            seen = attention.queries_that_see_the_first(model, T)
+            seen = attention.queries_that_see_the_first(model, tokens.shape[1])
+            seen = {layer: min(T, queries) for layer, queries in seen.items()}
             row["uniform_alpha1"] = None
             if attention.is_softmax(model):
                 row["uniform_alpha1"] = np.mean([uniform_alpha1(queries) for queries in seen.values()])
@@ -83,6 +84,14 @@ def rate(settings: RateSettings):
     title = "Where does attention sink on position 1?"
     draw_heads(experiment.folder / "rate.png", title, heads, "alpha1")
     return result
+
+
+def by_length(model, tokens, lengths):
+    """Rows and alpha_1 by length: by one pass over the longest, or one for each where that matters."""
+    if attention.is_same_at(model, tokens, lengths):
+        return attention.sinks_by_length(model, tokens, tuple(lengths), with_others=True)
+    say("attention depends on how many tokens follow: each length is read anew")
+    return {T: attention.sink_statistics(model, tokens[:, :T], with_others=True) for T in lengths}
 
 
 def uniform_alpha1(queries):

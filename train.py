@@ -29,7 +29,7 @@ from init import SCHEMES
 from lib import runtime
 from lib.results import commit
 from lib.settings import Command, RunSettings, UserError, at_least, from_values, rank, run_script, say
-from measure.attention import sink_statistics
+from measure.attention import sinks_by_length
 from model import CHOICES, PRESETS
 from sources import checkpoint, data, runs
 from sources.sampling import EvalSettings, SampleSettings, evaluate, generate, sample
@@ -247,8 +247,8 @@ class Training:
         rows = []
         for bos_first in (False, True) if self.tokens.tokenizer.bos is not None else (False,):
             windows, _ = data.TokenData(self.tokens.folder, bos_first).held_out(SINK_WINDOWS, lengths[0])
-            for T in lengths:
-                row, alpha = sink_statistics(self.raw_model, windows[:, :T].to(self.device))
+            found = sinks_by_length(self.raw_model, windows.to(self.device), tuple(lengths))
+            for T, (row, alpha) in found.items():
                 kept = {name: row[name] for name in ("sink_rate", "constant_alpha")}
                 kept["alpha1"] = alpha.mean(0).double().numpy().round(4).tolist()  # (L, H)
                 rows.append({"sequence_length": T, "bos_first": bos_first} | kept)

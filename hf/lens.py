@@ -70,6 +70,7 @@ class Lens:
         self.constants = {}  # by layer: a key and a value, (G, D) each, in front of position 1
         self.hides = None  # the keys that queries do not see, (T, T), beside those that a layer hides
         self.since = 0  # queries before this one do not count in alpha
+        self.lengths = ()  # at which alpha is asked for, in order
         self.seen = {}  # by layer, in the last pass: how many queries see position 1
         self.has_learned_sink = False
         self.lacks = {}
@@ -173,6 +174,12 @@ class Lens:
         other = copy.copy(self)
         other.config = replace(self.config, explicit_sink=True)
         other.constants = constants
+        return other
+
+    def measured_at(self, lengths) -> "Lens":
+        """The same model, whose alpha can be asked for at these lengths."""
+        other = copy.copy(self)
+        other.lengths = tuple(sorted(lengths))
         return other
 
     def hiding(self, hides, since=0) -> "Lens":
@@ -354,21 +361,36 @@ class Alpha:
         (B, H, self.T, _), self.lens = q.shape, lens
         self.sums = q.new_zeros(B, H, 1 + self.T, dtype=torch.float32)  # 0: a constant
         self.seen = q.new_zeros(1, 1, self.T, dtype=torch.int64)
+        self.kept = {}  # both, by length, as of the first queries
 
     def add(self, rows, keys, weights, sees) -> None:
         """Add the weights of some queries, (B, H, queries, keys or 1 + keys), and who sees which key."""
-        late = slice(max(0, self.lens.since - rows.start), None)
-        sums, seen = weights[:, :, late].sum(2, dtype=torch.float32), sees[:, :, late].sum(2)
+        done = max(0, self.lens.since - rows.start)
+        for length in self.lens.lengths:
+            if rows.start < length <= rows.stop:  # what it was when this length was reached
+                end = length - rows.start
+                self.add_part(keys, weights[:, :, done:end], sees[:, :, done:end])
+                self.kept[length] = (self.sums.clone(), self.seen.clone())
+                done = end
+        self.add_part(keys, weights[:, :, done:], sees[:, :, done:])
+
+    def add_part(self, keys, weights, sees) -> None:
+        sums, seen = weights.sum(2, dtype=torch.float32), sees.sum(2)
         self.sums[..., 1 + keys.start : 1 + keys.stop] += sums[..., keys.start - keys.stop :]
         self.sums[..., 0] += sums[..., : keys.start - keys.stop].sum(-1)
         self.seen = self.seen + F.pad(seen, (0, self.T - seen.shape[-1]))
 
-    def __call__(self, positions):
+    def __call__(self, positions, lengths=None):
         """alpha (B, H, K): the weight on a position, averaged over the queries that see it; 0 if none does.
 
         Position 0 is a constant, which all see; -1 is a learned sink, whose share is what all others leave.
+        With `lengths` over the first so many queries each, (lengths, B, H, K).
         """
-        count = self.T - self.lens.since
-        left = (1 - self.sums.sum(-1, keepdim=True) / count) * self.lens.has_learned_sink
-        alpha = self.sums / F.pad(self.seen, (1, 0), value=count).clamp(min=1)
+        if lengths is None:
+            return self.mean(positions, self.sums, self.seen, self.T - self.lens.since)
+        return torch.stack([self.mean(positions, *self.kept[length], length) for length in lengths])
+
+    def mean(self, positions, sums, seen, count):
+        left = (1 - sums.sum(-1, keepdim=True) / count) * self.lens.has_learned_sink
+        alpha = sums / F.pad(seen, (1, 0), value=count).clamp(min=1)
         return torch.cat((left, alpha), dim=-1)[..., [1 + position for position in positions]]

@@ -21,8 +21,10 @@ def batches(tokens: Tensor):
 
 
 @torch.inference_mode()
-def attention_to(model, tokens: Tensor, positions=(1,), on_state=None):
+def attention_to(model, tokens: Tensor, positions=(1,), on_state=None, lengths=None):
     """alpha_k of a batch of tokens (B, T) at K positions, (B, L, H, K), and their final states (B, T, d).
+
+    With `lengths` it is averaged over the first so many queries each: (lengths, B, L, H, K).
 
     CONSTANT is the last key and value in front of the text: constants, or an explicit sink. LEARNED is what
     stands before that, and what the softmax of others' models gives to no key.
@@ -30,10 +32,12 @@ def attention_to(model, tokens: Tensor, positions=(1,), on_state=None):
     layers = []
 
     def on_heads(layer, heads, q, k, v, alpha):
-        layers.append(alpha(positions))  # (B, H, K)
+        layers.append(alpha(positions, lengths))  # (B, H, K)
 
+    if lengths is not None and not isinstance(model, Transformer):
+        model = model.measured_at(lengths)
     states = model.hidden(tokens, on_state=on_state, on_heads=on_heads)
-    return torch.stack(layers, dim=1), states
+    return torch.stack(layers, dim=-3), states
 
 
 def sink_share(alpha: Tensor) -> Tensor:
@@ -41,24 +45,51 @@ def sink_share(alpha: Tensor) -> Tensor:
     return (alpha > EPSILON).float().mean(dim=(1, 2))
 
 
-def sink_statistics(model, tokens: Tensor, other_positions=()):
-    """For tokens (n, T): a row about sinks on position 1 and on any other position, and alpha_1 (n, L, H)."""
-    positions = (1, CONSTANT, LEARNED, *other_positions)
+def sink_statistics(model, tokens: Tensor, with_others=False):
+    """For tokens (n, T): a row about sinks on position 1, and on others if asked, and alpha_1 (n, L, H)."""
+    return sinks_by_length(model, tokens, (tokens.shape[1],), with_others)[tokens.shape[1]]
+
+
+def sinks_by_length(model, tokens: Tensor, lengths, with_others=False):
+    """For tokens (n, T) by length: a row about sinks on position 1, and alpha_1 (n, L, H).
+
+    Of a causal model one pass tells all lengths: those are its first queries. `with_others` counts sinks on
+    other positions, too, those of the first half of a length.
+    """
+    others = range(2, max(2, max(lengths) // 2) + 1) if with_others else ()
     firsts, largest = [], []
     for part in batches(tokens):
-        alpha, _ = attention_to(model, part, positions)  # (B, L, H, K)
+        alpha, _ = attention_to(model, part, (1, CONSTANT, LEARNED, *others), lengths=lengths)
         firsts.append(alpha[..., :3].cpu())
-        if other_positions:
-            largest.append(alpha[..., 3:].amax(-1).cpu())
-    alpha1, constant, learned = torch.cat(firsts).unbind(-1)  # (n, L, H) each
-    row = {
-        "sink_rate": sink_share(alpha1).mean().item(),
-        "other_sink_rate": sink_share(torch.cat(largest)).mean().item() if largest else None,
-        "mean_alpha1": alpha1.mean().item(),
-        "constant_alpha": constant.mean().item(),
-        "learned_sink_alpha": learned.mean().item(),
-    }
-    return row, alpha1
+        if with_others:
+            halves = [each[..., 3 : max(4, 2 + length // 2)] for each, length in zip(alpha, lengths)]
+            largest.append(torch.stack([half.amax(-1).cpu() for half in halves]))
+    found = {}
+    for place, length in enumerate(lengths):
+        alpha1, constant, learned = torch.cat([first[place] for first in firsts]).unbind(-1)  # (n, L, H) each
+        row = {"sink_rate": sink_share(alpha1).mean().item(), "other_sink_rate": None}
+        if with_others:
+            other = torch.cat([most[place] for most in largest])
+            row["other_sink_rate"] = sink_share(other).mean().item()
+        row["mean_alpha1"] = alpha1.mean().item()
+        row["constant_alpha"] = constant.mean().item()
+        row["learned_sink_alpha"] = learned.mean().item()
+        found[length] = (row, alpha1)
+    return found
+
+
+def is_same_at(model, tokens: Tensor, lengths):
+    """Does a query pay position 1 the same, however many tokens follow? By one window, at two lengths.
+
+    It does not where RoPE is scaled by the length of a text.
+    """
+    short = min(lengths)
+    if short == tokens.shape[1]:
+        return True
+    window = tokens[:1]
+    _, alone = sink_statistics(model, window[:, :short])
+    _, within = sinks_by_length(model, window, (short, window.shape[1]))[short]
+    return torch.allclose(alone, within, atol=1e-3)
 
 
 class Means:

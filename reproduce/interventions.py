@@ -54,19 +54,24 @@ def intervene(settings: InterveneSettings):
         kinds = [("none", None), ("self_mask", None)]
         kinds += itertools.product(("amplify", "scale"), settings.factor)
         cases = list(itertools.product(("all", 1), kinds))
+        cases += [
+            (layers, ("self_mask", None)) for layers in layers_masked(builder[0], model.config.num_layers)
+        ]
         for changed, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
             case = named | {"position": k, "changed": changed, "intervention": kind, "factor": factor}
             alpha, activation = intervened(model, tokens, builder, k, changed, kind, factor)  # (n,) each
             active = activation >= ACTIVE * described[0]["first"]
             row = case | interval(alpha, "alpha_k") | {"fires": active.float().mean().item()}
+            row["builder_layer"] = builder[0]
             row["alpha_k_firing"] = alpha[active].mean().item() if active.any() else None
             row["alpha_k_off"] = None if active.all() else alpha[~active].mean().item()
             rows.append(row)
-            for size, value in zip(activation.tolist(), alpha.tolist()):
+            for size, value in zip(activation.tolist(), alpha.tolist()) if changed in ("all", 1) else ():
                 points.append(case | {"activation": size, "alpha_k": value})
     columns = ("checkpoint", "changed", "intervention", "factor", "alpha_k", "low", "high", "fires")
     columns += ("alpha_k_firing", "alpha_k_off")
     result = experiment.save(rows, columns, points=points, builders=builders)
+    draw_masked(experiment.folder / "self_mask.png", rows, k)
     most = max(settings.factor)
     shown = []
     for point in points:
@@ -80,12 +85,44 @@ def intervene(settings: InterveneSettings):
     return result
 
 
+def layers_masked(last, num_layers):
+    """Runs of layers, "1-3", in which position k sees only itself: up to and from each up to a builder's."""
+    runs = [f"1-{layer}" for layer in range(2, last + 1)]
+    return runs + [f"{layer}-{num_layers}" for layer in range(2, last + 2) if layer <= num_layers]
+
+
+def is_changed(layer, changed):
+    """Is a layer changed, if "all" are, or a run of them, or one?"""
+    if isinstance(changed, str) and "-" in changed:
+        first, last = map(int, changed.split("-"))
+        return first <= layer <= last
+    return changed in ("all", layer)
+
+
+def draw_masked(path, rows, k) -> None:
+    """Draw attention to position k by the last, or the first, layer in which it sees only itself."""
+    points = []
+    for row in rows:
+        if row["intervention"] == "self_mask" and row["changed"] not in ("all", 1):
+            first, last = map(int, row["changed"].split("-"))
+            from_first = first == 1
+            where = {"layer": last if from_first else first, "model": row["checkpoint"]}
+            series = "in layers 1 to this" if from_first else "in layers from this to the last"
+            points.append(row | where | {"masked": series, "builder": row["builder_layer"]})
+    question = (
+        f"How long must position {k} see only itself, to become a sink? Up to the first builder's layer"
+    )
+    keys = {"x": "layer", "y": "alpha_k", "series": "masked", "panel": "model", "style": ".-"}
+    if points:
+        curves(points, path, question, **keys, ylabel=f"attention to position {k}")
+
+
 def intervened(model, tokens, builder, k, changed, kind, factor):
     """Attention to position k, and the builder's |activation| there, in each sequence: (n,) each.
 
     Attention is the mean over heads in the layers above the builder (above layer 1 if that is in the last).
     All sequences are one batch, because `amplify` needs their mean. Heads' outputs o_k at k are replaced in
-    the `changed` layer, or in "all". With `self_mask` o_k becomes the value at k, as if k saw itself alone.
+    the `changed` layer, a run of them ("1-3"), or in "all". With `self_mask` o_k becomes the value at k, as if k saw itself alone.
     With `amplify`, SO's, it becomes mu + factor (o_k - mu), where mu is the mean of o_k over sequences; with
     `scale` it becomes factor o_k.
     """
@@ -97,7 +134,7 @@ def intervened(model, tokens, builder, k, changed, kind, factor):
 
     def on_heads(layer, heads, q, key, v, alpha):
         alphas[layer] = alpha((k,)).cpu()[..., 0]  # (n, H)
-        if kind == "none" or changed not in ("all", layer):
+        if kind == "none" or not is_changed(layer, changed):
             return None
         o_k = heads[:, :, k - 1 : k]  # (n, H, 1, Dh)
         if kind == "self_mask":

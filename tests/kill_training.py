@@ -57,7 +57,7 @@ SMALL = {  # seven steps of a small model, with a checkpoint that is removed aga
 STAGES = [  # a run is told to stop when it calls this function for the second time
     (train, "learning_rate"),
     (train, "mean_loss"),
-    (train, "sink_statistics"),
+    (train, "sinks_by_length"),
     (train, "generate"),
     (Run, "save"),
 ]

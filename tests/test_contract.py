@@ -90,7 +90,7 @@ def test_alpha_times_values_is_what_heads_return(model):
         keys, values = own.with_front(k, v)
         places = range(1 + T - keys.shape[2], T + 1)
         weights = alpha(places)  # (B, H, keys), means over the queries that see a key,
-        counts = own.seen[(T, T, len(own.front()), *places)]  # of which there are so many
+        counts = own.seen[(T, T, len(own.front()), (T,), *places)][0]  # of which there are so many
         values_of_heads = values.repeat_interleave(q.shape[1] // k.shape[1], 1)
         totals = torch.einsum("bht,bhtd->bhd", weights * counts, values_of_heads)
         sums.append((totals, own.attend(q, keys, values).sum(2)))

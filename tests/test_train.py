@@ -256,7 +256,7 @@ def test_killed_and_resumed():
 SIGNALS = [  # who is called, after how many steps, and the step that is saved
     (train, "learning_rate", 3, "04"),
     (train, "learning_rate", 4, "05"),  # whose evaluation is left out, and made when the run is resumed
-    (train, "sink_statistics", 4, "06"),  # of step 5, whose evaluation is finished, and another step done
+    (train, "sinks_by_length", 4, "06"),  # of step 5, whose evaluation is finished, and another step done
 ]
 
 

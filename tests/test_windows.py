@@ -132,6 +132,19 @@ def test_hide_of_our_own_is_explicit_attention(monkeypatch):
         assert (hidden[..., 1] == 0).all()
 
 
+@torch.no_grad()
+def test_one_pass_tells_every_length(lens, monkeypatch):
+    """A length's row is that of its first tokens alone: families with windows, chunks and learned sinks."""
+    monkeypatch.setattr(lenses, "WEIGHTS", 4000)  # few queries at a time
+    tokens = lens.probe_tokens(96)
+    lengths = (24, 50, 96)
+    assert attention.is_same_at(lens, tokens, lengths)
+    for T, (row, alpha) in attention.sinks_by_length(lens, tokens, lengths, with_others=True).items():
+        alone, expected = attention.sink_statistics(lens, tokens[:, :T], with_others=True)
+        torch.testing.assert_close(alpha, expected, rtol=0, atol=1e-5)
+        assert row == pytest.approx(alone, abs=1e-5)
+
+
 TEN = "qwen3_next jamba bamba lfm2 granitemoehybrid gemma3_text gpt_oss deepseek_v3 gpt2 mixtral".split()
 
 
