@@ -70,6 +70,11 @@ def rate(settings: RateSettings):
             row |= interval(attention.sink_share(alpha), "sink_rate", 0, 1)
             seen = attention.queries_that_see_the_first(model, tokens.shape[1])
             seen = {layer: min(T, queries) for layer, queries in seen.items()}
+            counts = attention.equal_at_first(tokens)
+            if (counts > 1).any():
+                row |= {"longest_run": int(counts.max())} | attention.sink_on_run(
+                    model, tokens[:, :T], counts
+                )
             row["uniform_alpha1"] = None
             if attention.is_softmax(model):
                 row["uniform_alpha1"] = np.mean([uniform_alpha1(queries) for queries in seen.values()])
@@ -78,6 +83,9 @@ def rate(settings: RateSettings):
             heads.append(key | {"layers": [*seen], "alpha1": alpha.mean(0).tolist()})
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "other_sink_rate")
     columns += ("mean_alpha1", "uniform_alpha1", "windowed_layers")
+    if any("longest_run" in row for row in rows):
+        say("texts begin with equal tokens (does tokenizer and template add a BOS each?): see run_sink_rate")
+        columns += ("longest_run", "run_alpha", "run_sink_rate")
     if any(row["learned_sink_alpha"] for row in rows):
         columns += ("learned_sink_alpha",)
     result = experiment.save(rows, columns, heads=heads)

@@ -78,6 +78,26 @@ def sinks_by_length(model, tokens: Tensor, lengths, with_others=False):
     return found
 
 
+def equal_at_first(tokens: Tensor) -> Tensor:
+    """How many equal tokens each sequence (n, T) begins with, (n,)."""
+    return (tokens == tokens[:, :1]).int().cumprod(dim=1).sum(dim=1)
+
+
+@torch.inference_mode()
+def sink_on_run(model, tokens: Tensor, counts: Tensor):
+    """Attention to the run of equal tokens that each sequence (n, T) begins with: its sum, and the sink rate.
+
+    With rotary positions equal tokens in front are one token exactly, so one rate on position 1 is blind.
+    """
+    summed = []
+    for part, count in zip(tokens.split(8), counts.split(8)):
+        alpha, _ = attention_to(model, part, range(1, int(counts.max()) + 1))  # (B, L, H, K)
+        is_in_run = torch.arange(alpha.shape[-1], device=count.device) < count[:, None]
+        summed.append((alpha * is_in_run[:, None, None]).sum(-1).cpu())
+    summed = torch.cat(summed)
+    return {"run_alpha": summed.mean().item(), "run_sink_rate": sink_share(summed).mean().item()}
+
+
 def is_same_at(model, tokens: Tensor, lengths):
     """Does a query pay position 1 the same, however many tokens follow? By one window, at two lengths.
 

@@ -54,9 +54,8 @@ def intervene(settings: InterveneSettings):
         kinds = [("none", None), ("self_mask", None)]
         kinds += itertools.product(("amplify", "scale"), settings.factor)
         cases = list(itertools.product(("all", 1), kinds))
-        cases += [
-            (layers, ("self_mask", None)) for layers in layers_masked(builder[0], model.config.num_layers)
-        ]
+        for layers in layers_masked(builder[0], model.config.num_layers):
+            cases.append((layers, ("self_mask", None)))
         for changed, (kind, factor) in progress(cases, desc="intervene", unit=" cases", leave=False):
             case = named | {"position": k, "changed": changed, "intervention": kind, "factor": factor}
             alpha, activation = intervened(model, tokens, builder, k, changed, kind, factor)  # (n,) each
@@ -122,8 +121,8 @@ def intervened(model, tokens, builder, k, changed, kind, factor):
 
     Attention is the mean over heads in the layers above the builder (above layer 1 if that is in the last).
     All sequences are one batch, because `amplify` needs their mean. Heads' outputs o_k at k are replaced in
-    the `changed` layer, a run of them ("1-3"), or in "all". With `self_mask` o_k becomes the value at k, as if
-    k saw itself alone. With `amplify`, SO's, it becomes mu + factor (o_k - mu), where mu is the mean of o_k
+    the `changed` layer, a run of them ("1-3"), or in "all". With `self_mask` o_k becomes the value at k, as
+    if k saw itself alone. With `amplify`, SO's, it becomes mu + factor (o_k - mu), where mu is the mean of o_k
     over sequences; with `scale` it becomes factor o_k.
     """
     alphas, activations = {}, []  # attention by layer that attends

@@ -145,6 +145,21 @@ def test_one_pass_tells_every_length(lens, monkeypatch):
         assert row == pytest.approx(alone, abs=1e-5)
 
 
+def test_a_run_of_equal_tokens_counts_as_one():
+    """The summed attention to it, by explicit weights; a run ends at the first other token."""
+    lens = checked(build("llama"))
+    tokens = lens.probe_tokens(20)
+    tokens[0, :3] = tokens[0, 3] + 1
+    counts = attention.equal_at_first(tokens)
+    assert counts.tolist()[0] == 3 and counts[1] == 1 + int(tokens[1, 0] == tokens[1, 1])
+    with torch.no_grad():
+        found = attention.sink_on_run(lens, tokens, counts)
+        alpha, _ = attention.attention_to(lens, tokens, range(1, 4))
+    summed = torch.stack([alpha[0].sum(-1), alpha[1, ..., : counts[1]].sum(-1)])
+    assert found["run_alpha"] == pytest.approx(summed.mean().item(), abs=1e-6)
+    assert found["run_sink_rate"] == pytest.approx((summed > 0.3).float().mean().item())
+
+
 TEN = "qwen3_next jamba bamba lfm2 granitemoehybrid gemma3_text gpt_oss deepseek_v3 gpt2 mixtral".split()
 
 
