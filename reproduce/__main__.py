@@ -1,13 +1,17 @@
 """Do the papers hold? Every table and figure of both, their number beside ours.
 
-    python -m reproduce                          # what is missing: all of it takes ten hours of one core
+    python -m reproduce --out mine               # what is missing there: all takes ten hours of one core
     python -m reproduce layers mlp --out mine    # these anew, whether they are there or not
 
-A command makes each result, after the runs of training that it reads.
+A command makes each result, after the runs of training that it reads: the costliest first, --jobs of them at
+a time, a core each. Killed at any moment, the same command goes on: a result is there whole or not at all.
+Results name a commit; in the folder results/ it has to be one without changes.
 """
 
 import shlex
 import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -16,9 +20,10 @@ import tyro
 
 from lib import runtime
 from lib.files import atomic_file, read_json
-from lib.settings import Command, OutputSettings, UserError, run_script
+from lib.results import ROOT, commit
+from lib.settings import Command, OutputSettings, UserError, at_least, run_script
 from reproduce.claims import CLAIMS
-from reproduce.runs import run
+from reproduce.runs import run, stop_all
 
 LLAMA, QWEN = "runs/lineage/tiny_llama", "runs/lineage/tiny_qwen"
 SMALL, LARGE = [f"models/qwen2.5-coder-{size}b-instruct-q4_k_m.gguf" for size in (0.5, 1.5)]
@@ -93,6 +98,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "models/transplant": THREE_MODELS,
     "models/wikitext/transplant": f"{THREE_MODELS} {WIKI}",
 }
+PREPARING = threading.Lock()
 FIRST = {"disguised": "-m reproduce.disguise tiny_llama@42"}  # a folder that a result reads, and its command
 
 
@@ -101,26 +107,57 @@ class Settings(OutputSettings):
     """Which results are to be made."""
 
     names: tyro.conf.Positional[tuple[Literal[tuple(RESULTS)], ...]] = ()  # made anew; none: what is missing
-    out: str = "results"  # folder that receives them
+    out: str = "results"  # folder that receives them; move it to results/ when all is there
+    jobs: at_least(1) = 1  # commands at a time, of one thread each
+    only: tuple[str, ...] = ()  # of what is missing, that whose name has one of these in it; (): all
 
 
 def reproduce(settings: Settings) -> None:
     """Make what is named, or else what is missing, and write README.md; UserError if a command failed."""
     runtime.start(settings)  # can we write there?
     signal.signal(signal.SIGTERM, signal.default_int_handler)
+    if Path(settings.out).resolve() == ROOT / "results" and (commit() or "").endswith("-dirty"):
+        raise UserError("code was changed since the last commit, which results would name: commit it first")
     missing = [name for name in RESULTS if read_result(settings.out, name) is None]
+    if settings.only:
+        missing = [name for name in missing if any(part in name for part in settings.only)]
+    waiting = sorted(settings.names or missing, key=seconds_of, reverse=True)
     failed = []
     try:
-        for name in settings.names or missing:
-            command = command_line(name, settings.out)
-            print(f"{name}: python {command}", flush=True)
-            words = shlex.split(command)
-            if not (prepare(words) and run(words)):
-                failed.append(name)
+        with ThreadPoolExecutor(settings.jobs) as pool:
+            ended = {pool.submit(make, name, settings.out, settings.jobs): name for name in waiting}
+            try:
+                for done in as_completed(ended):
+                    waiting.remove(ended[done])
+                    if not done.result():
+                        failed.append(ended[done])
+                    hours = sum(map(seconds_of, waiting)) / 3600
+                    print(f"{ended[done]}: {len(waiting)} left, {hours:.1f} hours of a core", flush=True)
+            except KeyboardInterrupt:
+                pool.shutdown(wait=False, cancel_futures=True)
+                stop_all()
+                raise
     finally:  # also where somebody interrupts
         write_report(settings.out)
     if failed:
         raise UserError(f"these commands failed: {', '.join(failed)}")
+
+
+def seconds_of(name):
+    """What the committed result took; a quarter of an hour for one that is not there."""
+    result = read_result("results", name)
+    return 900 if result is None else result["environment"]["seconds"]
+
+
+def make(name, out, jobs):
+    """Make a result, and first what it reads; did it end well?"""
+    command = command_line(name, out)
+    print(f"{name}: python {command}", flush=True)
+    words = shlex.split(command)
+    with PREPARING:  # two results may read the same runs
+        if not prepare(words):
+            return False
+    return run(words, **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
 
 
 def prepare(words):

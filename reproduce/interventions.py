@@ -122,7 +122,7 @@ def intervened(model, tokens, builder, k, changed, kind, factor):
     Attention is the mean over heads in the layers above the builder (above layer 1 if that is in the last).
     All sequences are one batch, because `amplify` needs their mean. Heads' outputs o_k at k are replaced in
     the `changed` layer, a run of them ("1-3"), or in "all". With `self_mask` o_k becomes the value at k, as
-    if k saw itself alone. With `amplify`, SO's, it becomes mu + factor (o_k - mu), where mu is the mean of o_k
+    if k saw itself alone. With `amplify`, SO's, it becomes mu + factor (o_k - mu), mu being the mean of o_k
     over sequences; with `scale` it becomes factor o_k.
     """
     alphas, activations = {}, []  # attention by layer that attends

@@ -76,15 +76,29 @@ def train_named(settings: Settings) -> None:
                 raise UserError(f"{folder} did not end: the same command resumes it")
 
 
+RUNNING = set()  # processes, of several threads
+
+
 def run(words, **environment):
     """Run `python WORDS` as a process of its own, which is told if we are stopped; did it end well?"""
     process = subprocess.Popen([sys.executable, *words], env=os.environ | environment)
+    RUNNING.add(process)
     try:
         return process.wait() == 0
     except KeyboardInterrupt:
-        process.terminate()  # a training finishes its step, and saves
-        process.wait()
+        stop_all()
         raise
+    finally:
+        RUNNING.discard(process)
+
+
+def stop_all() -> None:
+    """Tell all processes that `run` waits for to stop: a training finishes its step, and saves."""
+    running = list(RUNNING)
+    for process in running:
+        process.terminate()
+    for process in running:
+        process.wait()
 
 
 COMMANDS = {"": Command(train_named, Settings())}
