@@ -7,7 +7,8 @@
 
 SeedPrint gives two models the same random inputs. Each dimension of the final states ranks the inputs;
 Kendall's tau says how well the two models' rankings agree; pairs of Gaussian matrices show what chance gives.
-The other commands, in lineage/, read weights alone.
+The other commands, in lineage/, run no model: they read weights and, where there are some, tokenizers'
+strings and the counts in config.json.
 """
 
 import functools

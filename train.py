@@ -4,7 +4,7 @@
     python train.py configs/laptop.py                          # the same command goes on with its run
     python train.py --resume --out runs/laptop --max-iters 900 # so does this, with the run's own settings
     python train.py sample runs/laptop --prompt "def "         # writes text with a checkpoint
-    python train.py eval runs/laptop --text book.txt           # its loss, over the whole of a text
+    python train.py eval runs/laptop --text book.txt           # its loss, over all whole windows of a text
     torchrun --nproc-per-node 8 train.py configs/nano_llama.py --attn-calibration attenuate
 
 If --out holds a run, it goes on from its newest checkpoint. Only the settings in `runs.MAY_CHANGE` may differ

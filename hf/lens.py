@@ -1,7 +1,7 @@
 """What do the heads, the neurons and the stream of somebody else's language model do?
 
 `transformers` runs the model by its own code. A Lens looks through three openings that do not depend on
-names, and gives measures what `model.Transformer` gives them:
+the architecture, and gives measures what `model.Transformer` gives them:
 
 - attention: each layer gets its attention function from AttentionInterface. `Pass.attend` intercepts that
   call, runs the layer's own function on a few hundred queries at a time, and keeps only the column sums of

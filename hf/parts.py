@@ -1,6 +1,7 @@
 """Which parts of a model are its blocks, and which linear maps do neurons and heads enter? (for a Lens)
 
-Nothing is known by its name: a pass over a few tokens is watched.
+No architecture is known by its name: a pass over a few tokens is watched. Names of outputs and of a few kinds
+of parameters, which transformers has in common, are.
 """
 
 import contextlib

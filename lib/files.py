@@ -52,7 +52,7 @@ def as_user_error(path):
 
 @contextlib.contextmanager
 def atomic_file(path):
-    """A context with a temporary path that replaces `path` at the end; on failure `path` stays as it was."""
+    """A context with a temporary path that replaces `path` at the end; a file stays as it was on failure."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):

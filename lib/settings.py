@@ -47,7 +47,7 @@ class OutputSettings:
 
 @dataclasses.dataclass
 class RunSettings(OutputSettings):
-    """Settings of every command that runs a model."""
+    """Settings of the commands that measure or train a model."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where to compute; auto: cuda, then cpu
     dtype: Literal["float32", "bfloat16"] = "float32"  # number format of the blocks

@@ -137,7 +137,8 @@ def output_tau(weight: Tensor, std: Tensor):
 
 
 def effective_rank(mean: Tensor, product: Tensor):
-    """How many directions, of d, the centred states have: exp of the entropy of their singular values (ours).
+    """How many directions, of d, the centred states have: exp of their singular values' entropy (Roy and Vetterli
+    2007).
 
     `mean` (d,) is the mean state and `product` (d, d) the mean outer product of states, both in float64.
     """

@@ -1,4 +1,4 @@
-"""Do the papers hold? Every table and figure of both, their number beside ours.
+"""Do the papers hold? What BB, and the abstract and summaries of SO, state: their number beside ours.
 
     python -m reproduce --out mine               # what is missing there: all takes ten hours of one core
     python -m reproduce layers mlp --out mine    # these anew, whether they are there or not

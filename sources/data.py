@@ -10,7 +10,8 @@ project, 100 MB), or `backcopy` (letters on which attention sinks grow). TEXT li
 in UTF-8. A file is a document; in .jsonl each line's "text" is.
 
 A data set is a folder: train.bin and val.bin (tokens, uint16 or uint32), meta.json, and tokenizer.model,
-.json, or .txt (the name of one that needs no file). Every document begins with BOS, or else with EOS.
+.json, or .txt (the name of one that needs no file). Every document begins with BOS, or else with EOS, if the
+tokenizer has one of them.
 """
 
 import ast
@@ -387,7 +388,7 @@ class TokenData:
         return self.windows("val", np.linspace(0, size - 1, min(count, size)).astype(int), T)
 
 
-@functools.lru_cache(maxsize=2)  # a batch spans at most two epochs
+@functools.lru_cache(maxsize=2)  # of a large data set a batch spans at most two epochs
 def permutation(data_seed, epoch, T, size):
     """The order of an epoch's windows, (size,)."""
     return keyed_generator("epoch", data_seed, epoch, T).permutation(size)

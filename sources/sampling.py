@@ -77,7 +77,9 @@ class EvalSettings:
     model: Positional[str] = "runs/default"  # a run, a folder, a .gguf file, smollm2, or a name of the Hub
     text: str | None = None  # text file, or the beginning of a source of sources.data, as one document
     data: str | None = None  # data set whose held-out split is read; None: the text, or the run's data set
-    sequence_length: at_least(1) | None = None  # tokens of a window; None: as the run, or the whole context
+    sequence_length: at_least(1) | None = (
+        None  # tokens of a window; None: as the run, or the context, 1,024 at most
+    )
     device: Literal["auto", "cpu", "cuda"] = "auto"  # where to compute; auto: cuda, then cpu
 
 
