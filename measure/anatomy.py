@@ -137,7 +137,7 @@ def output_tau(weight: Tensor, std: Tensor):
 
 
 def effective_rank(mean: Tensor, product: Tensor):
-    """How many directions, of d, the centred states have: exp of their singular values' entropy (Roy and Vetterli
+    """How many directions, of d, the centred states have: exp of the singular values' entropy (Roy, Vetterli
     2007).
 
     `mean` (d,) is the mean state and `product` (d, d) the mean outer product of states, both in float64.
