@@ -20,6 +20,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from lib.figures import curves
 from lib.results import interval
 from lib.settings import Command, UserError, at_least, run_script, say
 from measure import attention
@@ -31,6 +32,7 @@ from sources.checkpoint import check_lengths
 from sources.inputs import TextExperiment, TextSettings, prefix_of, read_tokens, text_of
 from sources.saving import save_constants
 
+PROFILED = 4096  # tokens whose queries are drawn
 LENGTHS = (32, 64, 128, 256, 512)  # of sequences, for `rate`
 # The first predictions have almost no context, so any extra token in front lowers their loss: told apart.
 EARLY = 8
@@ -60,7 +62,7 @@ def rate(settings: RateSettings):
     # A TextExperiment is an Experiment on models that read a text. Its `models` yields each --model, after
     # columns that name it, and its Spec.
     experiment = TextExperiment("rate", "BB Figure 12", settings)
-    rows, heads = [], []
+    rows, heads, points = [], [], []
     for named, spec, model in experiment.models():
         context = model.config.context_length
         lengths = settings.sequence_length or [T for T in LENGTHS if T <= context] or [context]
@@ -72,15 +74,18 @@ def rate(settings: RateSettings):
             seen = {layer: min(T, queries) for layer, queries in seen.items()}
             counts = attention.equal_at_first(tokens)
             if (counts > 1).any():
-                row |= {"longest_run": int(counts.max())} | attention.sink_on_run(
-                    model, tokens[:, :T], counts
-                )
+                row["longest_run"] = int(counts.max())
+                row |= attention.sink_on_run(model, tokens[:, :T], counts)
             row["uniform_alpha1"] = None
             if attention.is_softmax(model):
                 row["uniform_alpha1"] = np.mean([uniform_alpha1(queries) for queries in seen.values()])
             row["windowed_layers"] = np.mean([queries < T for queries in seen.values()])
             rows.append(key | row)
             heads.append(key | {"layers": [*seen], "alpha1": alpha.mean(0).tolist()})
+        profile = attention.query_profile(model, tokens[: max(1, PROFILED // tokens.shape[1])]).tolist()
+        for query, weight in enumerate(profile, start=1):
+            point = {"query": query, "attention to position 1": weight, "uniform": 1 / query}
+            points.append({"model": spec.label} | point)
     columns = ("checkpoint", "sequence_length", "sink_rate", "low", "high", "other_sink_rate")
     columns += ("mean_alpha1", "uniform_alpha1", "windowed_layers")
     if any("longest_run" in row for row in rows):
@@ -91,6 +96,10 @@ def rate(settings: RateSettings):
     result = experiment.save(rows, columns, heads=heads)
     title = "Where does attention sink on position 1?"
     draw_heads(experiment.folder / "rate.png", title, heads, "alpha1")
+    question = "What does a query pay position 1? The rate at T tokens is of all queries up to T"
+    keys = {"x": "query", "y": "attention to position 1", "series": "model", "style": "-", "log": "x"}
+    theories = {"uniform": "uniform attention"}
+    curves(points, experiment.folder / "profile.png", question, **keys, theories=theories)
     return result
 
 

@@ -362,9 +362,12 @@ class Alpha:
         self.sums = q.new_zeros(B, H, 1 + self.T, dtype=torch.float32)  # 0: a constant
         self.seen = q.new_zeros(1, 1, self.T, dtype=torch.int64)
         self.kept = {}  # both, by length, as of the first queries
+        self.first = q.new_zeros(self.T, dtype=torch.float32)  # what a query pays position 1, on average
 
     def add(self, rows, keys, weights, sees) -> None:
         """Add the weights of some queries, (B, H, queries, keys or 1 + keys), and who sees which key."""
+        if keys.start == 0:
+            self.first[rows] = weights[..., -keys.stop].float().mean((0, 1))
         done = max(0, self.lens.since - rows.start)
         for length in self.lens.lengths:
             if rows.start < length <= rows.stop:  # what it was when this length was reached

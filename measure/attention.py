@@ -78,6 +78,24 @@ def sinks_by_length(model, tokens: Tensor, lengths, with_others=False):
     return found
 
 
+@torch.inference_mode()
+def query_profile(model, tokens: Tensor) -> Tensor:
+    """What the query at each place pays position 1, (T,), on average over heads and tokens (n, T)."""
+    profiles = []
+
+    def on_heads(layer, heads, q, k, v, alpha):
+        if isinstance(model, Transformer):
+            own = model.blocks[layer - 1].self_attn
+            (weights,) = weights_on(own, q, k, torch.ones(1, dtype=torch.long, device=q.device))
+            profiles.append(weights.float().mean((0, 1))[:, 0].cpu())
+        else:
+            alpha(())  # all queries are counted
+            profiles.append(alpha.first.cpu())
+
+    model.hidden(tokens, on_heads=on_heads)
+    return torch.stack(profiles).mean(0)
+
+
 def equal_at_first(tokens: Tensor) -> Tensor:
     """How many equal tokens each sequence (n, T) begins with, (n,)."""
     return (tokens == tokens[:, :1]).int().cumprod(dim=1).sum(dim=1)

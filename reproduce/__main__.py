@@ -73,6 +73,7 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "qwen2.5-coder-0.5b/hide": f"-m reproduce.hide --model {SMALL} --num-sequences 6",
     "qwen2.5-coder-1.5b/hide": f"-m reproduce.hide --model {LARGE} --num-sequences 3",
     "gemma-3-270m/hide": f"-m reproduce.hide --model {GEMMA}",
+    "models/value": f"-m reproduce.hide value --model smollm2 {SMALL} {LARGE}",
     "text/hide": "-m reproduce.hide --model runs/text/none-42 runs/text/attenuate-42",
     "smollm2/ablate": "-m reproduce.interventions ablate --model smollm2",
     "smollm2/wikitext/rate": f"sinks.py rate --sequence-length 2048 8192 {FOUR} {WIKI}",

@@ -166,7 +166,50 @@ def words_of(row):
     return what + " hidden" + but + " + a constant" * row["constants"]
 
 
-COMMANDS = {"": Command(hide, HideSettings())}
+def value(settings: HideSettings):
+    """What is the sink's value worth? It is left out of later queries' sums (minutes)"""
+    experiment = TextExperiment("value", "ours", settings)
+    rows = experiment.rows(value_cases)
+    return experiment.save(rows, ("checkpoint", "kind", "loss", "added", "low", "high"))
+
+
+@torch.inference_mode()
+def value_cases(settings: HideSettings, spec, _):
+    """A row for each case: losses of the predictions from position 65 on, and what is added to them."""
+    model = spec.transformer(settings.device)
+    tokens = read_tokens(settings, spec, settings.sequence_length)
+    rows, usual = [], None
+    for kind in ("as it is", "value left out", "left out, other weights scaled up"):
+        losses = []
+        for part in batches(tokens):
+            states = model.hidden(part, on_heads=None if kind == "as it is" else without_value(model, kind))
+            for some, wanted in zip(states[:, FROM:-1], part[:, FROM + 1 :]):
+                losses.append(model.summed_loss(some, wanted).item() / len(wanted))
+        losses = np.array(losses)
+        usual = losses if usual is None else usual
+        rows.append({"kind": kind, "loss": losses.mean()} | interval(losses - usual, "added"))
+    return rows
+
+
+def without_value(model, kind):
+    """An `on_heads` that leaves w_1 v_1 out of later queries' sums; scaled up, these are divided by 1 - w_1."""
+
+    def on_heads(layer, heads, q, k, v, alpha):
+        attention = model.blocks[layer - 1].self_attn
+        (weights,) = weights_on(attention, q, k, torch.ones(1, dtype=torch.long, device=q.device))
+        later = weights.clone()  # (B, H, T, 1)
+        later[:, :, 0] = 0  # position 1 sees nothing else
+        first = v[:, :, :1].repeat_interleave(q.shape[1] // v.shape[1], dim=1)  # (B, H, 1, Dh)
+        left = heads - later * first
+        return left / (1 - later).clamp(min=1e-6) if "scaled" in kind else left
+
+    return on_heads
+
+
+COMMANDS = {
+    "": Command(hide, HideSettings()),
+    "value": Command(value, HideSettings(model=("smollm2",), num_sequences=8)),
+}
 
 if __name__ == "__main__":
     run_script(COMMANDS, __doc__)

@@ -153,3 +153,42 @@ def test_every_script_on_what_the_hub_serves(tmp_path, monkeypatch, capsys):
         for words in (["paper", "--paper-sequences", 20, "--paper-length", 9], ["compare"]):
             done = run_here("seedprint", *words, "org/gpt2", "org/gpt2")
             assert done.returncode == 0, done.stderr
+
+
+@torch.inference_mode()
+def test_a_value_left_out_by_brute_force():
+    """Later queries' sums without position 1's value; the other weights as they are, or scaled up to 1."""
+    from reproduce.hide import without_value
+
+    model = random_model(KINDS["llama_gqa"])
+    tokens = random_tokens(0, range(3), 10, 97)
+    for kind in ("value left out", "left out, other weights scaled up"):
+
+        def by_hand(layer, heads, q, k, v, alpha, kind=kind):
+            k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+            scores = q @ k.transpose(2, 3) / q.shape[3] ** 0.5
+            weights = scores.masked_fill(torch.ones(10, 10).triu(1).bool(), -torch.inf).softmax(-1)
+            weights[:, :, 1:, 0] = 0
+            if "scaled" in kind:
+                weights /= weights.sum(-1, keepdim=True)
+            return weights @ v
+
+        found = model.hidden(tokens, on_heads=without_value(model, kind))
+        torch.testing.assert_close(found, model.hidden(tokens, on_heads=by_hand), rtol=0, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_a_profile_is_what_queries_pay():
+    """Of our model and of a Lens: its mean is alpha_1, and later tokens change nothing."""
+    from architectures import build
+    from test_lens import checked
+
+    from measure import attention
+
+    for model in (random_model(KINDS["llama_gqa"]), checked(build("llama"))):
+        tokens = random_tokens(0, range(3), 10, 90)
+        profile = attention.query_profile(model, tokens)
+        alpha, _ = attention.attention_to(model, tokens, (1,))
+        assert profile.mean().item() == pytest.approx(alpha.mean().item(), abs=1e-5) and profile[0] == 1
+        shorter = attention.query_profile(model, tokens[:, :6])
+        torch.testing.assert_close(shorter, profile[:6], rtol=0, atol=1e-5)
