@@ -192,7 +192,7 @@ def value_cases(settings: HideSettings, spec, _):
 
 
 def without_value(model, kind):
-    """An `on_heads` that leaves w_1 v_1 out of later queries' sums; scaled up, these are divided by 1 - w_1."""
+    """An `on_heads` without w_1 v_1 in later queries' sums; scaled up, these are divided by 1 - w_1."""
 
     def on_heads(layer, heads, q, k, v, alpha):
         attention = model.blocks[layer - 1].self_attn
