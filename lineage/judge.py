@@ -24,7 +24,7 @@ NO_EVIDENCE = "no evidence"
 INCONCLUSIVE = "inconclusive"
 VERDICTS = (SAME_BIRTH, INCONCLUSIVE, NO_EVIDENCE)  # of several pairs of a stack the first of these counts
 # On which measurement each number rests: results/robustness.json, unless another place is named. Models that
-# never met share up to 36 % of a layer (r below 0.32), before the last quarter of their depth 5 %; children
+# never met share up to 35 % of a layer (r below 0.32), before the last quarter of their depth 5 %; children
 # have at least 93 %, and r above 0.65 if not pruned to a tenth.
 BASE_SHARE, BASE_R = 0.2, 0.5  # of a layer's neurons that are matched, and how strongly
 HALF = 0.5  # of a layer's neurons: more than chance or late layers of strangers share
