@@ -203,7 +203,8 @@ def test_8_child_told(answer):
         shares = [layer["share"] for layer in layers]
         maps.append((f"{row['suspect']} against {row['base']}", shares, row["kind"].startswith("child")))
         if row["kind"] == "never met":
-            strangers.append(shares)
+            depths = np.linspace(0, len(shares) - 1, 12)
+            strangers.append(np.interp(depths, range(len(shares)), shares))
     most = np.max(strangers, axis=0)  # (12,): the largest share at each depth
     for num_layers in (12, 30):
         depths = np.linspace(0, len(most) - 1, num_layers)
