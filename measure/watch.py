@@ -6,7 +6,8 @@
 
 Each call of F.scaled_dot_product_attention is seen, and asked once more with one-hot values: it returns the
 weights on some positions, whatever its mask, scale and grouping are, and no T x T matrix is stored. Queries
-of zeros tell in the same way which queries see a position.
+of zeros tell in the same way which queries see a position. A call is a layer where a module attends once a
+layer. Models of this project attend in two halves of a text without gradients: `sinks.py` measures these.
 """
 
 import contextlib
