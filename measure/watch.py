@@ -12,6 +12,7 @@ layer. Models of this project attend in two halves of a text without gradients: 
 
 import contextlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from unittest.mock import patch
 
 import torch
@@ -53,8 +54,8 @@ class Seen:
         from measure.figures import draw_heads  # matplotlib takes half a second
 
         heads = self.alpha()[..., 0].tolist()
-        row = {"checkpoint": "", "text": "", "sequence_length": "", "layers": [*range(1, 1 + len(heads))]}
-        draw_heads(path, title, [row | {"alpha1": heads}], "alpha1")
+        row = {"checkpoint": "", "kind": "by call", "sequence_length": None}
+        draw_heads(Path(path), title, [row | {"alpha1": heads}], "alpha1")
 
 
 class Watcher(TorchFunctionMode):

@@ -130,7 +130,7 @@ def test_what_is_no_language_model_is_told(tmp_path):
         F.scaled_dot_product_attention(q, q, q, is_causal=True, dropout_p=0.1)
     with watching() as seen:
         Stack()(X)
-    seen.draw(tmp_path / "heads.png")
+    seen.draw(str(tmp_path / "heads.png"))  # as README does
     assert (tmp_path / "heads.png").exists()
 
 
