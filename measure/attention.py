@@ -103,16 +103,24 @@ def equal_at_first(tokens: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def sink_on_run(model, tokens: Tensor, counts: Tensor):
-    """Attention to the run of equal tokens that each sequence (n, T) begins with: its sum, and the sink rate.
+    """What queries pay the run of equal tokens that a sequence (n, T) begins with, and the sink rate on it.
 
-    With rotary positions equal tokens in front are one token exactly, so one rate on position 1 is blind.
+    With rotary positions equal tokens in front are one token exactly, so a rate on position 1 is blind. The
+    weights on a run's c tokens are summed, and averaged over the queries behind it that see position 1.
     """
-    summed = []
-    for part, count in zip(tokens.split(8), counts.split(8)):
-        alpha, _ = attention_to(model, part, range(1, int(counts.max()) + 1))  # (B, L, H, K)
-        is_in_run = torch.arange(alpha.shape[-1], device=count.device) < count[:, None]
-        summed.append((alpha * is_in_run[:, None, None]).sum(-1).cpu())
-    summed = torch.cat(summed)
+    T = tokens.shape[1]
+    found = []
+    for count in counts.unique().tolist():
+        c = min(count, T - 1)
+        positions = torch.arange(1, c + 1)
+        for part in batches(tokens[counts == count]):
+            means, _ = attention_to(model, part, positions.tolist(), lengths=(c, T))  # (2, B, L, H, c)
+            seen = torch.tensor([*queries_that_see_the_first(model, T).values()])[:, None, None]  # (L, 1, 1)
+            paid = []  # by the first c queries, and by all: means times numbers of queries
+            for mean, length in zip(means.cpu(), (c, T)):
+                paid.append((mean * (length + 1 - positions).minimum(seen)).sum(-1))  # (B, L, H)
+            found.append((paid[1] - paid[0]) / (seen[..., 0] - c).clamp(min=1))
+    summed = torch.cat(found)
     return {"run_alpha": summed.mean().item(), "run_sink_rate": sink_share(summed).mean().item()}
 
 

@@ -92,10 +92,12 @@ RESULTS = {  # <out>/NAME.json, and what is typed after `python` to make it
     "qwen2.5-coder-0.5b/wikitext/transplant": f"{TRANSPLANT} --model {SMALL} {LONG} {WIKI}",
     "gemma-3-270m/rate": f"sinks.py rate --model {GEMMA} {FEW} --sequence-length 64",
     "gemma-3-270m/anatomy": f"sinks.py anatomy --model {GEMMA} {FEW}",
+    "gemma-3-270m/intervene": f"-m reproduce.interventions intervene --model {GEMMA} {FEW}",
     "gemma-3-270m/ablate": f"-m reproduce.interventions ablate --model {GEMMA} {FEW}",
     "gemma-3-270m/transplant": f"sinks.py transplant --model {GEMMA} {TWELVE}",
     "gemma-3-270m/wikitext/transplant": f"sinks.py transplant --model {GEMMA} {TWELVE} {WIKI}",
     "models/bos": f"-m reproduce.interventions bos --model smollm2 {SMALL} {GEMMA} {TWELVE} {WIKI}",
+    "models/repeats": f"-m reproduce.interventions repeats --model smollm2 {SMALL} {GEMMA} {FEW}",
     "models/transplant": THREE_MODELS,
     "models/wikitext/transplant": f"{THREE_MODELS} {WIKI}",
 }

@@ -1,6 +1,6 @@
 """What makes a sink, what ends it, and which constants take it over? Experiments beside those of sinks.py.
 
-python -m reproduce.interventions ablate        # which neurons build the sink? --help has all four
+python -m reproduce.interventions ablate        # which neurons build the sink? --help has all five
 """
 
 import itertools
@@ -25,6 +25,7 @@ from sinks import Case, TransplantSettings, alpha_and_loss
 from sources.inputs import TextExperiment, TextSettings, prefix_of, read_tokens
 
 MOST_BUILDERS = 64  # that `ablate` ablates
+COPIES, NUM_CONSTANTS = (1, 4, 64), 16  # of `repeats`: equal tokens in front; windows that give constants
 ELSEWHERE = 10  # where a BOS that is not first stands
 ACTIVE = 0.1  # `intervene`: a builder fires at this share of its mean at position 1 (ours)
 
@@ -291,6 +292,45 @@ def with_and_without_bos(settings: TextSettings, spec, model):
     return rows
 
 
+@torch.inference_mode()
+def repeats(settings: TextSettings):
+    """Do equal tokens in front blind the sink rate, and does a constant mend them? (ours; minutes)"""
+    experiment = TextExperiment("repeats", "ours", settings)
+    rows = experiment.rows(with_copies)
+    columns = ("checkpoint", "kind", "copies", "sink_rate", "run_alpha", "run_sink_rate")
+    return experiment.save(rows, (*columns, "loss", "added", "low", "high"))
+
+
+def with_copies(settings: TextSettings, spec, model):
+    """A row for each number of copies of a text's first token, alone, with constants, or random tokens.
+
+    Losses are of the text's predictions from its ninth on, and what each case adds to those as it is.
+    """
+    n, T = settings.num_sequences, settings.sequence_length
+    windows = read_tokens(replace(settings, num_sequences=n + NUM_CONSTANTS), spec, T)
+    tokens, others = windows.split((n, NUM_CONSTANTS))
+    mended = attention.with_constants(model, attention.constants_at(model, others))
+    drawn = others[:, len(prefix_of(settings, spec)) :].flatten()[: max(COPIES) - 1]
+    cases = []  # what, who reads it, and what is in front
+    for count in COPIES:
+        copies = tokens[:, :1].expand(-1, count - 1)
+        cases += [("copies", model, copies), ("copies and a constant", mended, copies)]
+    cases.append(("random tokens", model, drawn.expand(n, -1)))
+    rows, usual = [], None
+    for kind, reader, front in progress(cases, desc="repeats", unit=" cases", leave=False):
+        before = front.shape[1]
+        read = torch.cat((front, tokens), dim=1)
+        results = [alpha_and_loss(reader, window[None], (1,), before) for window in read]
+        alpha1 = torch.cat([alpha[..., 0] for alpha, _ in results])  # (n, L, H)
+        losses = np.array([loss["loss_from_ninth"] for _, loss in results])
+        usual = losses if usual is None else usual
+        row = {"kind": kind, "copies": before + 1, "loss": losses.mean()}
+        row["sink_rate"] = attention.sink_share(alpha1).mean().item()
+        row |= attention.sink_on_run(reader, read, attention.equal_at_first(read))
+        rows.append(row | interval(losses - usual, "added"))
+    return rows
+
+
 def transplant(settings: TransplantSettings):
     """Does the sink move onto any constant? The cases of sinks.py and controls (ours; minutes)"""
     return sinks.transplant(settings, partial(cases_and_controls, settings.input_seed))
@@ -342,6 +382,7 @@ COMMANDS = {
     "intervene": Command(intervene, InterveneSettings()),
     "ablate": Command(ablate, TextSettings()),
     "bos": Command(bos, TextSettings()),
+    "repeats": Command(repeats, TextSettings()),
     "transplant": Command(transplant, TransplantSettings()),
 }
 

@@ -152,10 +152,13 @@ def test_a_run_of_equal_tokens_counts_as_one():
     tokens[0, :3] = tokens[0, 3] + 1
     counts = attention.equal_at_first(tokens)
     assert counts.tolist()[0] == 3 and counts[1] == 1 + int(tokens[1, 0] == tokens[1, 1])
+    found = attention.sink_on_run(lens, tokens, counts)
     with torch.no_grad():
-        found = attention.sink_on_run(lens, tokens, counts)
-        alpha, _ = attention.attention_to(lens, tokens, range(1, 4))
-    summed = torch.stack([alpha[0].sum(-1), alpha[1, ..., : counts[1]].sum(-1)])
+        by_layer = lens.model(tokens, output_attentions=True).attentions
+    summed = []
+    for weights, count in zip(torch.stack(by_layer, dim=1), counts.tolist()):  # (L, H, T, T) each
+        summed.append(weights[:, :, count:, :count].sum(-1).mean(-1))
+    summed = torch.stack(summed)
     assert found["run_alpha"] == pytest.approx(summed.mean().item(), abs=1e-6)
     assert found["run_sink_rate"] == pytest.approx((summed > 0.3).float().mean().item())
 
