@@ -87,9 +87,7 @@ def without_numbers(config: ModelConfig) -> Transformer:
         raise UserError(f"a constructor in model.py draws numbers, which no seed would give again: {hint}")
     for name in model.state_dict().keys() - dict(model.named_parameters()).keys():
         hint = "register it with persistent=False, or make it a frozen parameter"
-        raise UserError(
-            f"{name} is a buffer that a checkpoint would have, but checkpoints have parameters: {hint}"
-        )
+        raise UserError(f"{name} is a buffer, but a checkpoint has parameters alone: {hint}")
     return model
 
 

@@ -132,9 +132,7 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, hides: Tensor | None = Non
         sees = torch.ones_like(hides).tril(K - Q) & ~hides
         return F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=k.shape[1] < q.shape[1])
     if 1 < Q < K:
-        first = q[:, :, :1].expand(
-            -1, -1, K - Q, -1
-        )  # is_causal pairs copies, which are dropped, with these keys
+        first = q[:, :, :1].expand(-1, -1, K - Q, -1)  # is_causal pairs these copies with the first keys
         return causal_attention(torch.cat((first, q), dim=2), k, v)[:, :, K - Q :]
     if q.device.type == "cpu":
         return kernels.causal_attention(q, k, v)
@@ -248,10 +246,9 @@ class Attention(nn.Module):
     def with_front(self, k: Tensor, v: Tensor):
         """k and v (B, G, T, Dh) with what stands in front, F: (B, G, F + T, Dh) each."""
         for key, value in reversed(self.front()):
-            key, value = [
-                x.to(k.dtype).view(1, k.shape[1], 1, -1).expand(len(k), -1, -1, -1) for x in (key, value)
-            ]
-            k, v = torch.cat((key, k), dim=2), torch.cat((value, v), dim=2)
+            shape = (len(k), k.shape[1], 1, k.shape[3])
+            k = torch.cat((key.to(k.dtype).view(1, *shape[1:]).expand(shape), k), dim=2)
+            v = torch.cat((value.to(v.dtype).view(1, *shape[1:]).expand(shape), v), dim=2)
         return k, v
 
     def calibrate(self, heads: Tensor, T) -> Tensor:

@@ -259,10 +259,9 @@ class Training:
         left = timedelta(seconds=round((last - self.step) * self.step_tokens / speed))
         used = ""
         if settings_peak := self.settings.peak_tflops:
-            flops = (
-                6 * speed * sum(p.numel() for p in self.raw_model.model.layers.parameters())
-            )  # (Kaplan 2020)
-            flops += 6 * speed * self.raw_model.head_weight.numel()
+            weights = sum(weight.numel() for weight in self.raw_model.blocks.parameters())
+            weights += self.raw_model.head_weight.numel()
+            flops = 6 * speed * weights  # (Kaplan 2020)
             used = f"{flops / settings_peak / 1e12:.0%} of {settings_peak:g} TFLOP/s  "
         say(f"step {self.step}/{last}  loss {row['loss']:.4f}  {speed:,.0f} tokens/s  {used}{left} left")
 

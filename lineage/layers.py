@@ -58,9 +58,8 @@ def layer_of(names, shapes, width):
     kept = {}
     for rest, full in names.items():
         if full not in added:
-            kept[EXPERT.sub(r"\2.\1", rest.replace(".base_layer", ""))] = (
-                full  # an expert's number stands first
-            )
+            first = EXPERT.sub(r"\2.\1", rest.replace(".base_layer", ""))  # an expert's number stands first
+            kept[first] = full
     mlps, is_product = mlps_of(kept, shapes, width)
     others = [rest for rest, full in kept.items() if len(shapes[full]) > 1]
     unknown = [rest for rest in others if not ATTENTION.search(rest)]

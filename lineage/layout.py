@@ -140,9 +140,8 @@ def find_stacks(source, model=""):
         reads = (stack.may_read_tokens and not is_draft) or stack.size >= reading
         is_large = stack.size >= A_TENTH * possible[0].size
         may_be_model = stack in possible and is_large and reads
-        found.append(
-            replace(stack, may_be_model=may_be_model, missing=missing_of(stack, stated, most_layers))
-        )
+        missing = missing_of(stack, stated, most_layers)
+        found.append(replace(stack, may_be_model=may_be_model, missing=missing))
     return found
 
 

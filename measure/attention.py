@@ -198,9 +198,8 @@ def is_softmax(model):
         return True
     for block in model.blocks:
         if block.self_attn is not None:
-            ones = block.self_attn.q_proj.weight.new_ones(
-                1, model.config.num_heads, 4, model.config.head_size
-            )
+            shape = (1, model.config.num_heads, 4, model.config.head_size)
+            ones = block.self_attn.q_proj.weight.new_ones(shape)
             k = ones[:, : model.config.kv_heads]
             heads = block.self_attn.attend(ones, *block.self_attn.with_front(k, k))
             if block.self_attn.front() or not torch.allclose(heads, ones, atol=1e-2):

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-import sinks
 from lib.figures import curves
 from lib.random import keyed_generator
 from lib.results import interval
@@ -19,9 +18,9 @@ from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention
 from measure.anatomy import describe, jumps
+from measure.transplant import Case, TransplantSettings, alpha_and_loss, cases_of, transplant
 from measure.units import disparity, names_of, observe, ranked, zero_units
 from model import Transformer
-from sinks import Case, TransplantSettings, alpha_and_loss
 from sources.inputs import TextExperiment, TextSettings, prefix_of, read_tokens
 
 MOST_BUILDERS = 64  # that `ablate` ablates
@@ -331,9 +330,9 @@ def with_copies(settings: TextSettings, spec, model):
     return rows
 
 
-def transplant(settings: TransplantSettings):
-    """Does the sink move onto any constant? The cases of sinks.py and controls (ours; minutes)"""
-    return sinks.transplant(settings, partial(cases_and_controls, settings.input_seed))
+def controlled_transplant(settings: TransplantSettings):
+    """Does the sink move onto any constant? measure/transplant.py, with controls (ours; minutes)"""
+    return transplant(settings, partial(cases_and_controls, settings.input_seed))
 
 
 def cases_and_controls(seed, model, constants, activity, extra, prefix):
@@ -342,7 +341,7 @@ def cases_and_controls(seed, model, constants, activity, extra, prefix):
     If constants in layer 1 suffice, or in the layers up to the dimension's first jump, the chain breaks where
     it begins. If constants of position 2, of other heads or random ones suffice, any constant would do.
     """
-    cases = sinks.cases_of(model, constants, activity, extra, prefix)
+    cases = cases_of(model, constants, activity, extra, prefix)
     tokens = extra.unique().tolist()
     for token in (tokens[len(tokens) // 4], tokens[3 * len(tokens) // 4]):
         cases.append(Case(f"token in front: {token}", model, (token,)))
@@ -383,7 +382,7 @@ COMMANDS = {
     "ablate": Command(ablate, TextSettings()),
     "bos": Command(bos, TextSettings()),
     "repeats": Command(repeats, TextSettings()),
-    "transplant": Command(transplant, TransplantSettings()),
+    "transplant": Command(controlled_transplant, TransplantSettings()),
 }
 
 if __name__ == "__main__":

@@ -465,5 +465,5 @@ def test_a_persistent_buffer_is_refused(monkeypatch):
             self.register_buffer("mask", torch.ones(4, 4))
 
     monkeypatch.setattr(model, "Block", Masked)
-    with pytest.raises(UserError, match="mask is a buffer that a checkpoint would have"):
+    with pytest.raises(UserError, match="mask is a buffer, but a checkpoint has"):
         init.newborn("tiny_llama", 1)

@@ -15,12 +15,12 @@ from conftest import KINDS, ROOT, assert_refused, random_model, run_here, save_b
 from safetensors import safe_open
 from test_sinks import NEAR, about, alpha_of, explicit
 
-import sinks
 from lib.random import random_tokens
 from measure import attention
+from measure import transplant as transplanting
+from measure.transplant import Case, TransplantSettings, alpha_and_loss, effects, transplant
 from measure.units import Activity, observe
 from reproduce.interventions import cases_and_controls, num_needed
-from sinks import Case, TransplantSettings, alpha_and_loss, effects, transplant
 from sources import checkpoint, saving
 
 SETTINGS = {"num_sequences": 5, "num_constants": 3}
@@ -125,8 +125,8 @@ def test_a_model_that_begins_with_bos(tmp_path, monkeypatch):
     both[:, 0] = bos = 3
     tokens, others = both[:5], both[5:]
     text = tokens[:, 1:]
-    monkeypatch.setattr(sinks, "prefix_of", lambda settings, spec: (bos,))
-    monkeypatch.setattr(sinks, "split_windows", lambda settings, spec, T: (tokens, others))
+    monkeypatch.setattr(transplanting, "prefix_of", lambda settings, spec: (bos,))
+    monkeypatch.setattr(transplanting, "split_windows", lambda settings, spec, T: (tokens, others))
     result = transplant(about(model, tmp_path, TransplantSettings, **SETTINGS, sequence_length=(15,)))
     rows = {row["kind"]: row for row in result["rows"]}
     activity = observe(model, tokens)
