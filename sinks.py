@@ -50,21 +50,16 @@ def rate(settings: RateSettings):
         context = model.config.context_length
         lengths = settings.sequence_length or [T for T in LENGTHS if T <= context] or [context]
         tokens = read_tokens(experiment.settings, spec, max(lengths))  # (n, T)
-        for T, (row, alpha) in by_length(model, tokens, lengths).items():  # alpha (n, L, H)
-            key = named | {"sequence_length": T}
+        found = by_length(model, tokens, lengths)
+        seen = attention.queries_that_see_the_first(model, tokens.shape[1])  # by layer
+        # A row, and a map of heads, for each length
+        for T, (row, alpha) in found.items():  # alpha (n, L, H)
             row |= interval(attention.sink_share(alpha), "sink_rate", 0, 1)
-            seen = attention.queries_that_see_the_first(model, tokens.shape[1])
-            seen = {layer: min(T, queries) for layer, queries in seen.items()}
-            counts = attention.equal_at_first(tokens)
-            if (counts > 1).float().mean() > 0.5:  # some texts begin so by themselves
-                row["longest_run"] = int(counts.max())
-                row |= attention.sink_on_run(model, tokens[:, :T], counts)
-            row["uniform_alpha1"] = None
-            if attention.is_softmax(model):
-                row["uniform_alpha1"] = np.mean([uniform_alpha1(queries) for queries in seen.values()])
-            row["windowed_layers"] = np.mean([queries < T for queries in seen.values()])
+            row |= beside(model, tokens[:, :T], [min(T, queries) for queries in seen.values()])
+            key = named | {"sequence_length": T}
             rows.append(key | row)
             heads.append(key | {"layers": [*seen], "alpha1": alpha.mean(0).tolist()})
+        # What each query pays position 1, of some texts
         profile = attention.query_profile(model, tokens[: max(1, PROFILED // tokens.shape[1])]).tolist()
         for query, weight in enumerate(profile, start=1):
             point = {"query": query, "attention to position 1": weight, "uniform": 1 / query}
@@ -94,9 +89,19 @@ def by_length(model, tokens, lengths):
     return {T: attention.sink_statistics(model, tokens[:, :T], with_others=True) for T in lengths}
 
 
-def uniform_alpha1(queries):
-    """alpha_1 if attention were uniform: query i would pay position 1 the weight 1 / i."""
-    return (1 / np.arange(1, queries + 1)).mean()
+def beside(model, tokens, seen):
+    """Columns that tell how to read a sink rate on tokens (n, T), given how many queries see position 1.
+
+    `uniform_alpha1` is alpha_1 if attention were uniform: query i would pay position 1 the weight 1 / i.
+    """
+    uniform = [(1 / np.arange(1, queries + 1)).mean() for queries in seen]  # by layer
+    row = {"uniform_alpha1": np.mean(uniform) if attention.is_softmax(model) else None}
+    row["windowed_layers"] = np.mean([queries < tokens.shape[1] for queries in seen])
+    counts = attention.equal_at_first(tokens)
+    if (counts > 1).float().mean() > 0.5:  # some texts begin so by themselves
+        row["longest_run"] = int(counts.max())
+        row |= attention.sink_on_run(model, tokens, counts)
+    return row
 
 
 COMMANDS = {

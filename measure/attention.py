@@ -181,7 +181,7 @@ def queries_that_see_the_first(model, T):
     A Lens has counted them in its last pass; a Transformer, too, if alpha_1 was asked for.
     """
     if not isinstance(model, Transformer):
-        return model.seen
+        return dict(model.seen)
     seen = {}
     for layer, block in enumerate(model.blocks, start=1):
         if block.self_attn is not None:

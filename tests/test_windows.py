@@ -1,5 +1,7 @@
 """Attention where windows end, learned sinks and long texts: alpha against each model's own eager weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from architectures import build
@@ -161,6 +163,23 @@ def test_a_run_of_equal_tokens_counts_as_one():
     summed = torch.stack(summed)
     assert found["run_alpha"] == pytest.approx(summed.mean().item(), abs=1e-6)
     assert found["run_sink_rate"] == pytest.approx((summed > 0.3).float().mean().item())
+
+
+def test_a_row_says_what_it_is_beside_where_texts_begin_with_a_run(tmp_path, monkeypatch):
+    """At every length, though runs are measured between two of them."""
+    build("llama").save_pretrained(tmp_path / "model")
+    tokens = checked(build("llama")).probe_tokens(40)
+    tokens[:, 1] = tokens[:, 0]
+    monkeypatch.setattr(sinks, "read_tokens", lambda *_: tokens)
+    settings = sinks.RateSettings(model=(str(tmp_path / "model"),), out=str(tmp_path), device="cpu")
+    result = sinks.rate(replace(settings, sequence_length=(10, 20, 40)))
+    for row in result["rows"]:
+        T = row["sequence_length"]
+        assert row["uniform_alpha1"] == pytest.approx(sum(1 / i for i in range(1, T + 1)) / T)
+        assert row["windowed_layers"] == 0 and row["longest_run"] >= 2
+        assert (
+            row["run_alpha"] > row["mean_alpha1"] - 1 / T
+        )  # of two tokens, but not of the first two queries
 
 
 TEN = "qwen3_next jamba bamba lfm2 granitemoehybrid gemma3_text gpt_oss deepseek_v3 gpt2 mixtral".split()
