@@ -100,20 +100,22 @@ def is_changed(layer, changed):
 
 def draw_masked(path, rows, k) -> None:
     """Draw attention to position k by the last, or the first, layer in which it sees only itself."""
+    masked = [row for row in rows if row["intervention"] == "self_mask"]
+    in_all = {row["checkpoint"]: row["alpha_k"] for row in masked if row["changed"] == "all"}
     points = []
-    for row in rows:
-        if row["intervention"] == "self_mask" and row["changed"] not in ("all", 1):
-            first, last = map(int, row["changed"].split("-"))
-            from_first = first == 1
-            where = {"layer": last if from_first else first, "model": row["checkpoint"]}
-            series = "in layers 1 to this" if from_first else "in layers from this to the last"
-            points.append(row | where | {"masked": series, "builder": row["builder_layer"]})
-    question = (
-        f"How long must position {k} see only itself, to become a sink? Up to the first builder's layer"
-    )
+    for row in masked:
+        if row["changed"] == "all":
+            continue
+        first, _, last = str(row["changed"]).partition("-")
+        from_first = first == "1"
+        point = {"layer": int(last or first) if from_first else int(first), "alpha_k": row["alpha_k"]}
+        point["masked"] = "in layers 1 to this" if from_first else "in layers from this to the last"
+        points.append(point | {"model": row["checkpoint"], "all": in_all[row["checkpoint"]]})
+    question = f"How long must position {k} see only itself, to become a sink? As long as builders build"
     keys = {"x": "layer", "y": "alpha_k", "series": "masked", "panel": "model", "style": ".-"}
-    if points:
-        curves(points, path, question, **keys, ylabel=f"attention to position {k}")
+    theories = {"all": "in all layers"}
+    labels = {"ylabel": f"attention to position {k}", "ylim": (0, None)}
+    curves(points, path, question, **keys, theories=theories, **labels)
 
 
 def intervened(model, tokens, builder, k, changed, kind, factor):
