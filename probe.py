@@ -46,8 +46,7 @@ class Settings(RunSettings):
 
 def probe(settings: Settings):
     """Which tokens do untrained models prefer? One thread takes 3 minutes per seed, 1 in bfloat16."""
-    # A Spec describes a model by its name, seed and config, and its `load` makes the model. A preset gives
-    # one Spec for each seed. PRESET@SEED draws its embedding from that seed, too.
+    # A Checkpoint has a name, seed and config, and makes the model. A preset gives one for each seed.
     specs = find_models(settings.model, settings.seed, settings.embedding_seed, settings.init)
     check_lengths(settings.sequence_length, shortest_context(specs))
     # An Experiment joins torchrun's processes, chooses the device, and makes the folder --out. `save` writes

@@ -15,13 +15,12 @@ chain of causes, measure/transplant.py moves the sink; more experiments: reprodu
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from lib.figures import curves
 from lib.results import interval
 from lib.settings import Command, at_least, run_script, say
-from measure import attention
+from measure import attention, caveats
 from measure.anatomy import anatomy
 from measure.figures import draw_heads
 from measure.transplant import TransplantSettings, transplant
@@ -42,8 +41,7 @@ class RateSettings(TextSettings):
 @torch.inference_mode()
 def rate(settings: RateSettings):
     """Where does attention sink? The sink rate by length, and alpha_1 of each head (BB Figure 12; minutes)"""
-    # A TextExperiment is an Experiment on models that read a text. Its `models` yields each --model, after
-    # columns that name it, and its Spec.
+    # `models` yields each --model, after columns that name it, and its Checkpoint.
     experiment = TextExperiment("rate", "BB Figure 12", settings)
     rows, heads, points = [], [], []
     for named, spec, model in experiment.models():
@@ -55,12 +53,12 @@ def rate(settings: RateSettings):
         # A row, and a map of heads, for each length
         for T, (row, alpha) in found.items():  # alpha (n, L, H)
             row |= interval(attention.sink_share(alpha), "sink_rate", 0, 1)
-            row |= beside(model, tokens[:, :T], [min(T, queries) for queries in seen.values()])
+            row |= caveats.beside(model, tokens[:, :T], [min(T, queries) for queries in seen.values()])
             key = named | {"sequence_length": T}
             rows.append(key | row)
             heads.append(key | {"layers": [*seen], "alpha1": alpha.mean(0).tolist()})
         # What each query pays position 1, of some texts
-        profile = attention.query_profile(model, tokens[: max(1, PROFILED // tokens.shape[1])]).tolist()
+        profile = caveats.query_profile(model, tokens[: max(1, PROFILED // tokens.shape[1])]).tolist()
         for query, weight in enumerate(profile, start=1):
             point = {"query": query, "attention to position 1": weight, "uniform": 1 / query}
             points.append({"model": spec.label} | point)
@@ -83,25 +81,10 @@ def rate(settings: RateSettings):
 
 def by_length(model, tokens, lengths):
     """Rows and alpha_1 by length: by one pass over the longest, or one for each where that matters."""
-    if attention.is_same_at(model, tokens, lengths):
+    if caveats.is_same_at(model, tokens, lengths):
         return attention.sinks_by_length(model, tokens, tuple(lengths), with_others=True)
     say("attention depends on how many tokens follow: each length is read anew")
     return {T: attention.sink_statistics(model, tokens[:, :T], with_others=True) for T in lengths}
-
-
-def beside(model, tokens, seen):
-    """Columns that tell how to read a sink rate on tokens (n, T), given how many queries see position 1.
-
-    `uniform_alpha1` is alpha_1 if attention were uniform: query i would pay position 1 the weight 1 / i.
-    """
-    uniform = [(1 / np.arange(1, queries + 1)).mean() for queries in seen]  # by layer
-    row = {"uniform_alpha1": np.mean(uniform) if attention.is_softmax(model) else None}
-    row["windowed_layers"] = np.mean([queries < tokens.shape[1] for queries in seen])
-    counts = attention.equal_at_first(tokens)
-    if (counts > 1).float().mean() > 0.5:  # some texts begin so by themselves
-        row["longest_run"] = int(counts.max())
-        row |= attention.sink_on_run(model, tokens, counts)
-    return row
 
 
 COMMANDS = {

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lib.figures import lines_of, new_figure, save_figure
 from measure.attention import Means, batches
-from measure.units import Activity, disparity, names_of, observe
+from measure.units import Activity, disparity, observe
 from sources.inputs import TextExperiment, TextSettings, read_tokens
 
 LINKS = {  # of the chain, by layer and position, and their titles in the figure
@@ -151,6 +151,11 @@ def rows_by_position(found):
     for layer, links in found.items():
         for position in range(1, len(links["norm"]) + 1):
             yield {"layer": layer, "position": position} | numbers(links, LINKS, position)
+
+
+def names_of(neurons):
+    """Neurons as LAYER/UNIT."""
+    return " ".join(f"{layer}/{unit}" for layer, unit in neurons)
 
 
 def rows_by_layer(found, activity: Activity):

@@ -10,6 +10,7 @@ A neuron is (layer, unit): layers count from 1, units from 0.
 """
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from measure.attention import Means, batches, check_seen
 
 SELECTIVITY, LEAST_SHARE = 20, 0.001  # of a selective builder (ours)
+by_layer = partial(pad_sequence, batch_first=True)  # (L, d_ff): zeros where a layer has fewer neurons
 
 
 def disparity(states: Tensor) -> Tensor:
@@ -79,11 +81,6 @@ class Activity:
         return ranked(found.where(is_selective, 0), is_selective.sum())
 
 
-def by_layer(tensors):
-    """One tensor (L, d_ff) of a (d_ff,) for each layer; zeros where a layer has fewer neurons."""
-    return pad_sequence(tensors, batch_first=True)
-
-
 def ranked(scores: Tensor, count):
     """The neurons of the `count` largest scores (L, d_ff), the largest first."""
     order = scores.flatten().argsort(descending=True)[:count].tolist()
@@ -131,8 +128,3 @@ def zero_units(neurons):
             return units.index_fill(-1, torch.tensor(here, device=units.device), 0)
 
     return on_units
-
-
-def names_of(neurons):
-    """Neurons as LAYER/UNIT."""
-    return " ".join(f"{layer}/{unit}" for layer, unit in neurons)

@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from lib.figures import BLUE, new_figure, save_figure, short_names, unique
 from lib.results import interval
 from lib.settings import Command, UserError, at_least, run_script
+from measure.anatomy import names_of
 from measure.attention import EPSILON, Means, attention_to, batches, constants_at, with_constants
-from measure.units import disparity, names_of, observe
+from measure.units import disparity, observe
 from model import Transformer, weights_on
 from sources.inputs import TextExperiment, TextSettings, read_tokens
 

@@ -16,10 +16,10 @@ from lib.random import keyed_generator
 from lib.results import interval
 from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
-from measure import attention
-from measure.anatomy import describe, jumps
+from measure import attention, caveats
+from measure.anatomy import describe, jumps, names_of
 from measure.transplant import Case, TransplantSettings, alpha_and_loss, cases_of, transplant
-from measure.units import disparity, names_of, observe, ranked, zero_units
+from measure.units import disparity, observe, ranked, zero_units
 from model import Transformer
 from sources.inputs import TextExperiment, TextSettings, prefix_of, read_tokens
 
@@ -327,7 +327,7 @@ def with_copies(settings: TextSettings, spec, model):
         usual = losses if usual is None else usual
         row = {"kind": kind, "copies": before + 1, "loss": losses.mean()}
         row["sink_rate"] = attention.sink_share(alpha1).mean().item()
-        row |= attention.sink_on_run(reader, read, attention.equal_at_first(read))
+        row |= caveats.sink_on_run(reader, read, caveats.equal_at_first(read))
         rows.append(row | interval(losses - usual, "added"))
     return rows
 

@@ -24,7 +24,7 @@ lib.settings lib.kernels / lib.files lib.runtime lib.random / lib.results lib.fi
 sources.saving / sources.llama / sources.checkpoint / sources.newborns sources.data
 / sources.inputs / sources.runs sources.sampling
 / measure.theory measure.attention / measure.units / measure.anatomy measure.figures
-/ measure.transplant measure.watch
+measure.caveats / measure.transplant measure.watch
 / lineage.matching lineage.stated lineage.names / lineage.layers / lineage.layout lineage.views
 / lineage.samples / lineage.partners lineage.bits / lineage.coordinates / lineage.judge / lineage.align
 / lineage.wording / lineage.family lineage.births / lineage.compare / probe sinks seedprint

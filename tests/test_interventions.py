@@ -183,12 +183,12 @@ def test_a_profile_is_what_queries_pay():
     from architectures import build
     from test_lens import checked
 
-    from measure import attention
+    from measure import attention, caveats
 
     for model in (random_model(KINDS["llama_gqa"]), checked(build("llama"))):
         tokens = random_tokens(0, range(3), 10, 90)
-        profile = attention.query_profile(model, tokens)
+        profile = caveats.query_profile(model, tokens)
         alpha, _ = attention.attention_to(model, tokens, (1,))
         assert profile.mean().item() == pytest.approx(alpha.mean().item(), abs=1e-5) and profile[0] == 1
-        shorter = attention.query_profile(model, tokens[:, :6])
+        shorter = caveats.query_profile(model, tokens[:, :6])
         torch.testing.assert_close(shorter, profile[:6], rtol=0, atol=1e-5)

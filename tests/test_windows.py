@@ -12,7 +12,7 @@ import sinks
 from hf import lens as lenses
 from lib.files import read_json
 from lib.random import random_tokens
-from measure import attention
+from measure import attention, caveats
 from reproduce import hide
 
 FAMILIES = "gemma2 gemma3_text gpt_oss mimo_v2_flash llama4_text mistral phi3 cohere2 olmo3 qwen3".split()
@@ -140,7 +140,7 @@ def test_one_pass_tells_every_length(lens, monkeypatch):
     monkeypatch.setattr(lenses, "WEIGHTS", 4000)  # few queries at a time
     tokens = lens.probe_tokens(96)
     lengths = (24, 50, 96)
-    assert attention.is_same_at(lens, tokens, lengths)
+    assert caveats.is_same_at(lens, tokens, lengths)
     for T, (row, alpha) in attention.sinks_by_length(lens, tokens, lengths, with_others=True).items():
         alone, expected = attention.sink_statistics(lens, tokens[:, :T], with_others=True)
         torch.testing.assert_close(alpha, expected, rtol=0, atol=1e-5)
@@ -152,9 +152,9 @@ def test_a_run_of_equal_tokens_counts_as_one():
     lens = checked(build("llama"))
     tokens = lens.probe_tokens(20)
     tokens[0, :3] = tokens[0, 3] + 1
-    counts = attention.equal_at_first(tokens)
+    counts = caveats.equal_at_first(tokens)
     assert counts.tolist()[0] == 3 and counts[1] == 1 + int(tokens[1, 0] == tokens[1, 1])
-    found = attention.sink_on_run(lens, tokens, counts)
+    found = caveats.sink_on_run(lens, tokens, counts)
     with torch.no_grad():
         by_layer = lens.model(tokens, output_attentions=True).attentions
     summed = []
