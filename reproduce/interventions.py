@@ -111,7 +111,7 @@ def draw_masked(path, rows, k) -> None:
         point = {"layer": int(last or first) if from_first else int(first), "alpha_k": row["alpha_k"]}
         point["masked"] = "in layers 1 to this" if from_first else "in layers from this to the last"
         points.append(point | {"model": row["checkpoint"], "all": in_all[row["checkpoint"]]})
-    question = f"How long must position {k} see only itself, to become a sink? As long as builders build"
+    question = f"How long must position {k} see only itself, to become a sink?"
     keys = {"x": "layer", "y": "alpha_k", "series": "masked", "panel": "model", "style": ".-"}
     theories = {"all": "in all layers"}
     labels = {"ylabel": f"attention to position {k}", "ylim": (0, None)}
