@@ -66,7 +66,7 @@ class Lens:
 
     def __init__(self, model):
         self.model = model
-        self.queries = 256  # whose weights are in memory at a time, at most
+        self.queries = 128  # whose weights are in memory at a time, at most: more see keys that are masked
         self.constants = {}  # by layer: a key and a value, (G, D) each, in front of position 1
         self.hides = None  # the keys that queries do not see, (T, T), beside those that a layer hides
         self.since = 0  # queries before this one do not count in alpha
