@@ -32,7 +32,8 @@ def save_figure(figure, path, legend=None) -> None:
         return
     if legend is not None:
         handles, labels = legend.get_legend_handles_labels()
-        columns = 1 if max(map(len, labels), default=0) > 36 else 3
+        longest = max(map(len, labels), default=0)
+        columns = max(1, min(3, int(13 * figure.get_figwidth() / (longest + 6))))  # 13 letters an inch
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     for axis in [axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis)]:
         if axis.get_scale() == "log":  # plain numbers, not powers of ten

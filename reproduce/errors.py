@@ -60,15 +60,7 @@ def errors(settings: Settings):
         newborns = [as_source(weights_of(born), config) for born in births]  # each is read often
         rows += error_rates(p_of_weights(newborns), key)
     result = experiment.save(rows)
-    points = []
-    for row in rows:
-        line = f"{row['test']}: {row['inputs']}".removesuffix(": weights")
-        birth = f"{row['model']}, scheme {row['scheme']}"
-        points.append({"birth": birth, "test": line, "percent": 100 * row["rate"]})
-    question = "How often does a test call unrelated newborns related? (p = 0.01 promises 1 %)"
-    keys = {"x": "percent", "y": "test", "series": "birth", "style": "o", "xscale": "symlog"}
-    labels = {"xticks": (0, 1, 10, 100), "xlabel": "% of pairs called related"}
-    curves(points, experiment.folder / "errors.png", question, **keys, **labels)
+    draw_errors(experiment.folder / "errors.png", rows)
     return result
 
 
@@ -104,6 +96,20 @@ def p_of_weights(newborns):
         p["weights"].append(coordinates.body.p)
         p["embedding matrices"].append(coordinates.embedding.p)
     return p
+
+
+def draw_errors(path, rows) -> None:
+    """Draw how often each test calls unrelated newborns related: a dot for each way to draw them."""
+    points = []
+    for row in rows:
+        test = {"units": "neurons", "weights": "coordinates"}.get(row["test"], row["test"])
+        line = f"{test}: {row['inputs']}".removesuffix(": weights")
+        birth = f"{row['model']}, scheme {row['scheme']}"
+        points.append({"birth": birth, "test": line, "percent": 100 * row["rate"]})
+    question = "How often does a test call unrelated newborns related? (p = 0.01 promises 1 %)"
+    keys = {"x": "percent", "y": "test", "series": "birth", "style": "o", "xscale": "symlog"}
+    labels = {"xticks": (0, 1, 10, 100), "xlabel": "% of pairs called related"}
+    curves(points, path, question, **keys, **labels)
 
 
 def error_rates(p_values, key):
