@@ -204,7 +204,8 @@ def cells(claim, out):
         result = read_result(out, claim.result)
         if result is not None:
             measured, verdict = claim.read(result)
-            command += f", {result['environment']['seconds']:.0f} s"
+            made = result["environment"]
+            command += f", {made['seconds']:.0f} s, commit {str(made['commit'])[:7]}"
         if Path(out, f"{claim.result}.png").exists():
             figure = f"[figure]({claim.result}.png)"
     return claim.item, claim.says, claim.number, measured, verdict, figure, command
