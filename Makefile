@@ -19,7 +19,7 @@ probe: $(VENV)/installed
 sinks: $(VENV)/installed-models
 	@$(RUN) sinks.py rate --model smollm2 --sequence-length 64 --out results-sinks
 	@$(RUN) sinks.py anatomy --model smollm2 --num-sequences 50 --out results-sinks
-	@$(RUN) -m reproduce.interventions intervene --model smollm2 --num-sequences 25 --out results-sinks
+	@$(RUN) -m reproduce.interventions intervene --model smollm2 --num-sequences 12 --out results-sinks
 	@$(RUN) -m reproduce.interventions ablate --model smollm2 --num-sequences 15 --out results-sinks
 	@$(RUN) sinks.py transplant --model smollm2 --num-sequences 16 --out results-sinks
 	@echo "figures in results-sinks: rate.png (where), anatomy.png (why), intervene.png (made),"
