@@ -18,9 +18,10 @@ from lib.runtime import progress
 from lib.settings import Command, UserError, at_least, run_script
 from measure import attention, caveats
 from measure.anatomy import describe, jumps, names_of
-from measure.transplant import Case, TransplantSettings, alpha_and_loss, cases_of, transplant
+from measure.transplant import EARLY, Case, TransplantSettings, alpha_and_loss, cases_of, transplant
 from measure.units import disparity, observe, ranked, zero_units
 from model import Transformer
+from sources.checkpoint import check_lengths
 from sources.inputs import TextExperiment, TextSettings, prefix_of, read_tokens
 
 MOST_BUILDERS = 64  # that `ablate` ablates
@@ -308,6 +309,9 @@ def with_copies(settings: TextSettings, spec, model):
     Losses are of the text's predictions from its ninth on, and what each case adds to those as it is.
     """
     n, T = settings.num_sequences, settings.sequence_length
+    check_lengths((T,), model.config.context_length - max(COPIES) + 1)
+    if T < EARLY + 2:
+        raise UserError(f"--sequence-length {T}: expected {EARLY + 2} at least")
     windows = read_tokens(replace(settings, num_sequences=n + NUM_CONSTANTS), spec, T)
     tokens, others = windows.split((n, NUM_CONSTANTS))
     mended = attention.with_constants(model, attention.constants_at(model, others))

@@ -16,6 +16,7 @@ from lib import runtime
 from lib.files import read_json
 from lib.random import random_tokens
 from lib.results import interval
+from lib.settings import UserError
 from reproduce import interventions
 
 
@@ -192,3 +193,25 @@ def test_a_profile_is_what_queries_pay():
         assert profile.mean().item() == pytest.approx(alpha.mean().item(), abs=1e-5) and profile[0] == 1
         shorter = caveats.query_profile(model, tokens[:, :6])
         torch.testing.assert_close(shorter, profile[:6], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_repeats_by_explicit_attention(tmp_path, monkeypatch):
+    """What queries behind a run pay all of it, and the losses of the text alone."""
+    monkeypatch.setattr(interventions, "COPIES", (1, 3))
+    model = random_model(KINDS["llama_gqa"])
+    result = interventions.repeats(about(model, tmp_path, sequence_length=12, num_sequences=4))
+    tokens = random_tokens(0, range(20), 12, 97)[:4]
+    own = [row for row in result["rows"] if row["kind"] == "copies"]
+    for copies, row in zip((1, 3), own, strict=True):
+        read = torch.cat((tokens[:, :1].expand(-1, copies - 1), tokens), dim=1)
+        paid = torch.cat([explicit(model, window[None]) for window in read])[..., copies:, :copies]
+        assert row["run_alpha"] == pytest.approx(paid.sum(-1).mean().item(), abs=NEAR)
+        logits = model(read)[:, copies + 7 : -1].flatten(
+            0, 1
+        )  # from the ninth prediction on
+        loss = F.cross_entropy(logits, read[:, copies + 8 :].flatten()).item()
+        assert row["loss"] == pytest.approx(loss, abs=NEAR)
+    assert own[0]["added"] == 0
+    with pytest.raises(UserError, match="expected 10 at least"):
+        interventions.repeats(about(model, tmp_path, sequence_length=9, num_sequences=4))
