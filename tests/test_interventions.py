@@ -207,9 +207,7 @@ def test_repeats_by_explicit_attention(tmp_path, monkeypatch):
         read = torch.cat((tokens[:, :1].expand(-1, copies - 1), tokens), dim=1)
         paid = torch.cat([explicit(model, window[None]) for window in read])[..., copies:, :copies]
         assert row["run_alpha"] == pytest.approx(paid.sum(-1).mean().item(), abs=NEAR)
-        logits = model(read)[:, copies + 7 : -1].flatten(
-            0, 1
-        )  # from the ninth prediction on
+        logits = model(read)[:, copies + 7 : -1].flatten(0, 1)  # from the ninth prediction on
         loss = F.cross_entropy(logits, read[:, copies + 8 :].flatten()).item()
         assert row["loss"] == pytest.approx(loss, abs=NEAR)
     assert own[0]["added"] == 0
