@@ -1,6 +1,6 @@
 """Measure how often each test calls unrelated models related (BB B.3.1, Figure 13; mostly ours).
 
-    python -m reproduce.errors                      # all pairs of 45 newborns: an hour of two cores
+    python -m reproduce.errors                      # all pairs of 45 newborns: an hour of one core
 
 Newborns of different seeds are unrelated: a sound test calls 1 % of their pairs related at p <= 0.01.
 """
@@ -46,7 +46,7 @@ class Settings(RunSettings):
 
 
 def errors(settings: Settings):
-    """How often does each test call unrelated newborns related? (an hour of two cores)"""
+    """How often does each test call unrelated newborns related? (an hour of one core)"""
     experiment = Experiment("errors", "BB B.3.1, Figure 13", settings)
     rows = []
     births = list(itertools.product(settings.model, settings.schemes, INPUTS))

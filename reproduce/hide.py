@@ -1,6 +1,6 @@
 """Can a sink be hidden? Queries that may not see the first tokens (ours, after arXiv 2609.08574)
 
-    python -m reproduce.hide                        # of smollm2: twenty minutes of a thread
+    python -m reproduce.hide                        # of smollm2: two minutes of a thread
 
 The first k positions are hidden from all later queries, so the next position sees only itself, as position 1
 did; or from all but the next k, so no later position does. Each case comes again with constants in front, the
