@@ -11,17 +11,7 @@ from lib.figures import BLUE, new_figure, save_figure
 from lib.results import ROOT
 from lib.settings import Command, OutputSettings, run_script
 
-ROOMS = (
-    "lib",
-    "weights",
-    "model",
-    "hf",
-    "sources",
-    "measure",
-    "lineage",
-    "scripts",
-    "reproduce",
-)  # from below
+ROOMS = "lib weights model hf sources measure lineage scripts reproduce".split()  # from below
 MODEL = ("model", "init")  # files that all else is built on
 
 
@@ -66,14 +56,15 @@ def without_detours(imports):
 def house(settings: OutputSettings) -> None:
     """Draw the rooms of the house and their one-way imports"""
     lines, imports = sizes_and_imports()
-    title = "Which room imports which? Always one below (an arrow, or a way of arrows)"
+    title = "Which room imports which? All ways lead down"
     figure, ((axes,),) = new_figure(title, 1, 1, width=6, height=5.5)
     for height, room in enumerate(ROOMS):
         axes.text(0, height, f"{room}  ({lines[room]:,} lines)", ha="center", va="center", zorder=3)
-    for a, b in sorted(without_detours(imports)):
+    for number, (a, b) in enumerate(sorted(without_detours(imports))):
         above, below = ROOMS.index(a), ROOMS.index(b)
-        is_next = above - below == 1
-        side, bend = (0.0, 0.0) if is_next else (0.65, -0.3)  # longer ones run outside
+        side, bend = 0.0, 0.0
+        if above - below > 1:  # longer ones run outside, on both sides
+            side, bend = (0.65, -0.3) if number % 2 else (-0.65, 0.3)
         style = {"arrowstyle": "->", "color": BLUE, "connectionstyle": f"arc3,rad={bend}"}
         axes.annotate("", (side, below + 0.2), (side, above - 0.2), arrowprops=style)
     axes.set(xlim=(-2, 2), ylim=(-0.6, len(ROOMS) - 0.4))
