@@ -33,7 +33,7 @@ class Agreement(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Test:
+class JointTest:
     """What several Agreements say together."""
 
     r: float  # their mean
@@ -66,8 +66,8 @@ class AlikeLayer(NamedTuple):
 class Coordinates:
     """What the coordinates of two stacks say."""
 
-    body: Test | None = None  # of all layers together, of a layer, or of a role: the one that says most
-    embedding: Test | None = None
+    body: JointTest | None = None  # of all layers together, of a layer, or of a role: the one that says most
+    embedding: JointTest | None = None
     layers: dict | None = None  # AlikeLayers by the suspect's number, from 1
 
 
@@ -118,7 +118,7 @@ def compare_coordinates(base, suspect, partners) -> Coordinates:
 
 
 def embeddings_test(base, suspect):
-    """The Test of two stacks' embedding matrices and heads; None if none are varied."""
+    """The JointTest of two stacks' embedding matrices and heads; None if none are varied."""
     found = []
     for ours, theirs in embedding_pairs(base, suspect):
         shape = min(base.source.shapes[ours], suspect.source.shapes[theirs])
@@ -156,7 +156,7 @@ def agreement(A: Tensor, B: Tensor) -> Agreement:
     return Agreement(r, r - excess, max(0.0, variance) ** 0.5 / d)
 
 
-def joint_test(agreements, searches=1) -> Test:
+def joint_test(agreements, searches=1) -> JointTest:
     """What several Agreements say together, corrected for searches.
 
     Their coordinates are relabelled together, so that the std of the sum is at most the sum of theirs.
@@ -164,4 +164,4 @@ def joint_test(agreements, searches=1) -> Test:
     r, means, stds = np.transpose(agreements)
     z = float((r - means).sum() / max(1e-30, stds.sum()))
     log10_p = min(0.0, log_ndtr(-z) / math.log(10) + math.log10(searches))
-    return Test(float(r.mean()), z, float(log10_p))
+    return JointTest(float(r.mean()), z, float(log10_p))

@@ -38,7 +38,6 @@ TINY |= {
 }
 # Of earlier code, since their trainings take hours: the page names their commits.
 OLD = {"lineage", "compare", "matrix", "identify", "persistence", "qwen/persistence", "text/hide"}
-OLD |= {"released/tokens/paper_test", "released/gaussian/paper_test"}
 MADE = [name for name in main.RESULTS if name not in OLD]
 ENGAGE = "-m reproduce.mechanisms engage --model tiny_gpt2 --seed 1 2 --num-sequences 200"
 

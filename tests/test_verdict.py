@@ -11,7 +11,7 @@ import torch
 from kin import BASE, CHILD, CONFIG, LAYER, STRANGER, TABLES, changed, drawn, folder_with, judged
 from sentencepiece import sentencepiece_model_pb2
 
-from lineage.coordinates import AlikeLayer, Coordinates, Test
+from lineage.coordinates import AlikeLayer, Coordinates, JointTest
 from lineage.judge import (
     INCONCLUSIVE,
     NO_EVIDENCE,
@@ -30,9 +30,9 @@ from reproduce.robustness import noised
 from weights.vocabulary import token_ids
 
 OUTCOMES = {
-    "same": Test(r=0.7, z=250.0, log10_p=-300.0),
-    "between": Test(r=0.002, z=3.1, log10_p=-3.0),
-    "nothing": Test(r=0.0, z=0.1, log10_p=-0.3),
+    "same": JointTest(r=0.7, z=250.0, log10_p=-300.0),
+    "between": JointTest(r=0.002, z=3.1, log10_p=-3.0),
+    "nothing": JointTest(r=0.0, z=0.1, log10_p=-0.3),
 }
 
 
