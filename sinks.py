@@ -26,7 +26,7 @@ from measure.figures import draw_heads
 from measure.transplant import TransplantSettings, transplant
 from sources.inputs import TextExperiment, TextSettings, read_tokens
 
-PROFILED = 4096  # tokens whose queries are drawn
+PROFILED = 1024  # tokens whose queries are drawn, of one text or of several
 LENGTHS = (32, 64, 128, 256, 512)  # of sequences, for `rate`
 
 
@@ -58,7 +58,8 @@ def rate(settings: RateSettings):
             rows.append(key | row)
             heads.append(key | {"layers": [*seen], "alpha1": alpha.mean(0).tolist()})
         # What each query pays position 1, of some texts
-        profile = caveats.query_profile(model, tokens[: max(1, PROFILED // tokens.shape[1])]).tolist()
+        some = tokens[: max(1, PROFILED // tokens.shape[1]), :PROFILED]
+        profile = caveats.query_profile(model, some).tolist()
         for query, weight in enumerate(profile, start=1):
             point = {"query": query, "attention to position 1": weight, "uniform": 1 / query}
             points.append({"model": spec.label} | point)
