@@ -1,5 +1,5 @@
 # make probe   the first figure, from nothing but Python >= 3.11
-# make sinks   where a real language model's attention sinks, why, and what moves it: four minutes
+# make sinks   where a real language model's attention sinks, why, and what moves it: three minutes
 # make test    style and tests: four minutes
 
 PYTHON ?= python3
