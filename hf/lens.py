@@ -71,7 +71,7 @@ class Lens:
         self.hides = None  # the keys that queries do not see, (T, T), beside those that a layer hides
         self.since = 0  # queries before this one do not count in alpha
         self.lengths = ()  # at which alpha is asked for, in order
-        self.seen = {}  # by layer, in the last pass: how many queries see position 1
+        self.seen = {}  # by number of queries, and layer: how many of them see position 1
         self.has_learned_sink = False
         self.lacks = {}
         self.normed_layers = []  # whose units do not write to the stream as they are
@@ -255,7 +255,7 @@ class Pass:
                 alpha.add(rows, some, weights, sees)
         heads = torch.cat(outputs, dim=1)  # (B, T, H, D)
         if self.on_heads is not None:
-            self.lens.seen[self.layer] = int(alpha.seen[..., 0].min())
+            self.lens.seen[T, self.layer] = int(alpha.seen[..., 0].min())
             changed = self.on_heads(self.layer, heads.transpose(1, 2), q, k, v, alpha)
             heads = heads if changed is None else changed.transpose(1, 2).contiguous()
         return heads, weights if len(outputs) == 1 else None

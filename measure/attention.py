@@ -118,10 +118,10 @@ def model_lacks(model: Transformer):
 def queries_that_see_the_first(model, T):
     """By layer that attends, how many of T queries see position 1; windows hide it from late ones.
 
-    A Lens has counted them in its last pass; a Transformer, too, if alpha_1 was asked for.
+    A Lens has counted them in a pass of T; a Transformer, too, if alpha_1 was asked for.
     """
     if not isinstance(model, Transformer):
-        return dict(model.seen)
+        return {layer: seen for (queries, layer), seen in model.seen.items() if queries == T}
     seen = {}
     for layer, block in enumerate(model.blocks, start=1):
         if block.self_attn is not None:

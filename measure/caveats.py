@@ -75,18 +75,15 @@ def sink_on_run(model, tokens: Tensor, counts: Tensor):
     return {"run_alpha": summed.mean().item(), "run_sink_rate": attention.sink_share(summed).mean().item()}
 
 
-def is_same_at(model, tokens: Tensor, lengths):
-    """Does a query pay position 1 the same, however many tokens follow? By one window, at two lengths.
+def is_same_alone(model, tokens: Tensor, found):
+    """Does a query pay position 1 the same, however many tokens follow? By the shortest length `found`.
 
     It does not where RoPE is scaled by the length of a text.
     """
-    short = min(lengths)
-    if short == tokens.shape[1]:
-        return True
-    window = tokens[:1]
-    _, alone = attention.sink_statistics(model, window[:, :short])
-    _, within = attention.sinks_by_length(model, window, (short, window.shape[1]))[short]
-    return torch.allclose(alone, within, atol=1e-3)
+    short = min(found)
+    _, alone = attention.sink_statistics(model, tokens[:1, :short])
+    _, within = found[short]
+    return torch.allclose(alone, within[:1], atol=1e-3)
 
 
 def is_softmax(model):

@@ -105,7 +105,7 @@ def test_an_intervention_counts_layers_as_the_model_does(hybrid):
     """The mean attention of the layers above the builder, by their own numbers."""
     tokens = hybrid.probe_tokens(16)
     alpha, _ = attention.attention_to(hybrid, tokens, (10,))
-    layers = list(hybrid.seen)
+    layers = list(attention.queries_that_see_the_first(hybrid, 16))
     for builder in range(1, hybrid.config.num_layers):
         above = [place for place, layer in enumerate(layers) if layer > builder]
         if not above:

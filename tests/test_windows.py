@@ -62,7 +62,9 @@ def test_alpha_is_the_mean_over_queries_that_see(lens, T, monkeypatch):
             queries = sees[:, p - 1].nonzero()[:, 0].tolist()
             expected = sum(weights[:, :, i, p - 1] for i in queries) / len(queries)
             torch.testing.assert_close(seen[..., p - 1].double(), expected, rtol=0, atol=1e-6)
-    assert [*lens.seen.values()] == [sees[:, 0].sum() for sees in sees_of(lens, T)]
+    assert [*attention.queries_that_see_the_first(lens, T).values()] == [
+        sees[:, 0].sum() for sees in sees_of(lens, T)
+    ]
     for sees in sees_of(lens, T):  # the first queries, which see all before themselves: sinks.py relies on it
         first = sees[sees[:, 0]]
         assert torch.equal(first.sum(1), torch.arange(1, len(first) + 1))
@@ -140,8 +142,9 @@ def test_one_pass_tells_every_length(lens, monkeypatch):
     monkeypatch.setattr(lenses, "WEIGHTS", 4000)  # few queries at a time
     tokens = lens.probe_tokens(96)
     lengths = (24, 50, 96)
-    assert caveats.is_same_at(lens, tokens, lengths)
-    for T, (row, alpha) in attention.sinks_by_length(lens, tokens, lengths, with_others=True).items():
+    found = attention.sinks_by_length(lens, tokens, lengths, with_others=True)
+    assert caveats.is_same_alone(lens, tokens, found)
+    for T, (row, alpha) in found.items():
         alone, expected = attention.sink_statistics(lens, tokens[:, :T], with_others=True)
         torch.testing.assert_close(alpha, expected, rtol=0, atol=1e-5)
         assert row == pytest.approx(alone, abs=1e-5)
