@@ -116,10 +116,7 @@ def model_lacks(model: Transformer):
 
 
 def queries_that_see_the_first(model, T):
-    """By layer that attends, how many of T queries see position 1; windows hide it from late ones.
-
-    A Lens has counted them in a pass of T; a Transformer, too, if alpha_1 was asked for.
-    """
+    """By layer, how many of T queries see position 1, which windows hide; of a Lens that has read T."""
     if not isinstance(model, Transformer):
         return {layer: seen for (queries, layer), seen in model.seen.items() if queries == T}
     seen = {}
