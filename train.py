@@ -53,8 +53,7 @@ class Settings(RunSettings):
     branch_from: str | None = None  # go on from a step that kept its optimizer, RUN/step_0000300, in --out
     # scaling of the heads' outputs (BB 6.2); None: the preset's
     attn_calibration: Literal[CHOICES["attn_calibration"]] | None = None
-    # give each key-value head a learned key and value, in front of the text; None: as the preset
-    explicit_sink: bool | None = None
+    explicit_sink: bool = False  # give heads a learned key and value in front of the text, as a preset may
     data: str | None = None  # data set; None: that of --source and --tokenizer, made if missing
     source: tuple[str, ...] = ("python",)  # text of that data set, as in python -m sources.data
     tokenizer: str = "bpe:4096"  # tokenizer of that data set, as in python -m sources.data

@@ -66,7 +66,7 @@ def train_named(settings: Settings) -> None:
         if not folders:
             check_choice(name, list(RUNS), "run")
         for folder in folders:
-            words = ["train.py", *shlex.split(RUNS[folder]), "--out", folder, "--resume"]
+            words = ["train.py", *shlex.split(RUNS[folder]), "--out", folder]
             print(shlex.join(["python", *words]), flush=True)
             has_ended = run(words, OMP_NUM_THREADS="1")
             if has_ended:  # a signal stops train.py early, without an error

@@ -88,7 +88,8 @@ def text(settings: NotedSettings):
 def record(run):
     """A run's name, and its record as rows: how it was made, its evaluations, its last step."""
     name, _, _ = Path(run.out).name.rpartition("-")
-    kind = "explicit" if run.explicit_sink else run.attn_calibration
+    model, reading, spec = checkpoint.load(run.out), reading_of(run), checkpoint.find_model(run.out)
+    kind = "explicit" if model.config.explicit_sink else model.config.attn_calibration
     config = CONFIG if name == kind else name
     log = list(read_rows(Path(run.out, "metrics.jsonl")))
     T = run.sequence_length
@@ -101,7 +102,6 @@ def record(run):
             rows.append({"step": row["step"], "val_loss": row["val_loss"], "sinks": shown})
     data = open_data(run, is_new=False)
     inputs, targets = data.held_out(data.num_windows("val", T), T)  # all of them
-    model, reading, spec = checkpoint.load(run.out), reading_of(run), checkpoint.find_model(run.out)
     loss = sum(model(*windows).item() for windows in zip(inputs.split(8), targets.split(8)))  # sums
     losses = [row["val_loss"] for row in log if row["step"] > 0 and "val_loss" in row]
     end = {"config": config, "calibration": kind, "seed": run.seed, "threads": log[0]["threads"]}

@@ -256,7 +256,7 @@ def flag(name):
 def new_config(settings):
     """The ModelConfig that a new run begins with; UserError for settings that do not fit."""
     wishes = {"attn_calibration": settings.attn_calibration, "explicit_sink": settings.explicit_sink}
-    wishes = {name: wish for name, wish in wishes.items() if wish is not None}  # else the preset's own
+    wishes = {name: wish for name, wish in wishes.items() if wish}  # else it is the preset's own
     if settings.init_from:
         config = checkpoint.find_model(settings.init_from).transformer_config
         for name, wish in wishes.items():

@@ -446,16 +446,16 @@ def test_evaluation_drops_nothing(tokens, tmp_path, monkeypatch):
 
 
 def test_a_preset_is_trained_as_it_is(tokens, tmp_path, monkeypatch):
-    """Its calibration and its sink count, unless a flag says otherwise."""
+    """Its calibration and its sink count, unless --attn-calibration says otherwise."""
     from dataclasses import replace
 
     mine = replace(model.PRESETS["backcopy"], attn_calibration="attenuate", explicit_sink=True)
     monkeypatch.setitem(model.PRESETS, "backcopy", mine)
     config = checkpoint.load(str(trained(tokens, tmp_path / "a"))).config
     assert (config.attn_calibration, config.explicit_sink) == ("attenuate", True)
-    undone = trained(tokens, tmp_path / "b", attn_calibration="none", explicit_sink=False)
+    undone = trained(tokens, tmp_path / "b", attn_calibration="none")
     config = checkpoint.load(str(undone)).config
-    assert (config.attn_calibration, config.explicit_sink) == ("none", False)
+    assert (config.attn_calibration, config.explicit_sink) == ("none", True)
 
 
 def test_a_persistent_buffer_is_refused(monkeypatch):

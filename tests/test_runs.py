@@ -1,6 +1,7 @@
 """reproduce/: runs of two steps, rows as each method has them, verdicts of rows made by hand, and speed."""
 
 import shlex
+import shutil
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,7 @@ from lib.files import read_json
 from lib.settings import UserError, read_command
 from reproduce import claims, lineage, runs, text
 from sources import checkpoint, data, saving
-from sources.runs import read_rows
+from sources.runs import read_rows, start_settings
 
 CPU = {"device": "cpu", "dtype": "float32"}
 TWO_STEPS = CPU | {"source": ("backcopy",), "tokenizer": "bytes", "sequence_length": 32, "max_iters": 2}
@@ -48,7 +49,7 @@ def test_a_run_that_was_stopped_stops_what_asked_for_it(reached, is_well, tmp_pa
     monkeypatch.chdir(tmp_path)
 
     def stopped(words, **environment):
-        assert words == "train.py configs/backcopy.py --out runs/backcopy --resume".split()
+        assert words == "train.py configs/backcopy.py --out runs/backcopy".split()
         assert environment == {"OMP_NUM_THREADS": "1"}
         saving.save(tmp_path / f"runs/backcopy/step_{reached:07}", newborn("backcopy", 1))
         (tmp_path / "runs/backcopy/settings.json").write_text('{"max_iters": 5}')
@@ -58,6 +59,21 @@ def test_a_run_that_was_stopped_stops_what_asked_for_it(reached, is_well, tmp_pa
     done = run_here("reproduce.runs", "runs/backcopy")
     assert (done.returncode == 0) == (is_well and reached == 5)
     assert_refused(run_here("reproduce.runs", "runs/nowhere"), "unknown run")
+
+
+@pytest.mark.parametrize("folder", runs.RUNS)
+def test_the_command_of_a_run_begins_it(folder, tmp_path, monkeypatch):
+    """tiny_llama of seed 42 is the default but for settings that may change: there --resume begins nothing."""
+    commands = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runs, "run", lambda words, **_: commands.append(words))
+    with pytest.raises(UserError, match="did not end"):
+        runs.train_named(runs.Settings((folder,)))
+    words = commands[0][1:]
+    config = [str(ROOT / words.pop(0))] if words[0].startswith("configs/") else []
+    _, settings, defaults = read_command(train.COMMANDS, [*config, *words], train.__doc__)
+    begun = start_settings(settings, defaults)
+    assert (begun.out, begun.resume) == (folder, False)
 
 
 def test_every_method_answers_for_every_pair(quick, monkeypatch):
@@ -85,9 +101,13 @@ def test_every_method_answers_for_every_pair(quick, monkeypatch):
 def test_text_and_birth(quick, monkeypatch):
     small = replace(model.PRESETS["text_sink"], vocab_size=257, num_layers=2)
     monkeypatch.setitem(model.PRESETS, "text_sink", small)
-    folders = [str(quick(f"runs/text/{kind}-42")) for kind in ("none", "attenuate")]
-    named = text.NotedSettings(runs=tuple(folders), out="out")
+    folders = [str(quick(f"runs/text/{kind}-42")) for kind in ("none", "attenuate", "explicit")]
+    variant = shutil.copytree(folders[2], "runs/text/text_variant-42")
+    named = text.NotedSettings(runs=(*folders, str(variant)), out="out")
     found = text.text(named)
+    kinds = {(row["config"], row["calibration"]) for row in found["runs"]}
+    ours = {("text_sink", kind) for kind in ("none", "attenuate", "explicit")}
+    assert kinds == ours | {("text_variant", "explicit")}
     log = list(read_rows(Path(folders[1], "metrics.jsonl")))
     rows = [row for row in found["rows"] if row["calibration"] == "attenuate" and row["step"] == 2]
     for row, sinks in zip(rows, log[-1]["sinks"], strict=True):
