@@ -157,9 +157,8 @@ def make(name, out, jobs):
     command = command_line(name, out)
     print(f"{name}: python {command}", flush=True)
     words = shlex.split(command)
-    with PREPARING:  # two results may read the same runs
-        if not prepare(words):
-            return False
+    if not prepare(words):
+        return False
     return run(words, **({"OMP_NUM_THREADS": "1"} if jobs > 1 else {}))
 
 
@@ -168,7 +167,10 @@ def prepare(words):
     runs = [word for word in words if word.startswith("runs/")]
     commands = [["-m", "reproduce.runs", *runs]] if runs else []
     commands += [shlex.split(FIRST[word]) for word in words if word in FIRST and not Path(word).exists()]
-    return all(run(command) for command in commands)
+    if not commands:
+        return True
+    with PREPARING:  # two results may read the same runs
+        return all(run(command) for command in commands)
 
 
 def command_line(name, out):

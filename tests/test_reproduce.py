@@ -8,6 +8,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -123,6 +124,14 @@ def test_a_result_trains_the_runs_that_it_reads(name, runs, tmp_path, asked):
     main.reproduce(main.Settings(names=(name,), out=str(tmp_path)))
     assert asked[:-1] == ([["-m", "reproduce.runs", *runs]] if runs else [])
     assert asked[-1][-2:] == ["--out", str(Path(tmp_path, name).parent)]
+
+
+def test_a_training_holds_up_no_result_that_reads_no_run(tmp_path, asked):
+    with main.PREPARING:
+        thread = threading.Thread(target=main.make, args=("layers", tmp_path, 2), daemon=True)
+        thread.start()
+        thread.join(timeout=60)
+        assert asked
 
 
 def test_an_interrupted_training_saves_before_we_end(tmp_path):
