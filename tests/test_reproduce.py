@@ -58,7 +58,7 @@ def few(tmp_path, monkeypatch):
 def asked(monkeypatch):
     """The processes that are asked for, none of which is begun."""
     words = []
-    monkeypatch.setattr(main, "run", lambda command: words.append(command) or True)
+    monkeypatch.setattr(main, "run", lambda command, **_: words.append(command) or True)
     return words
 
 

@@ -63,7 +63,7 @@ def test_a_run_that_was_stopped_stops_what_asked_for_it(reached, is_well, tmp_pa
 
 @pytest.mark.parametrize("folder", runs.RUNS)
 def test_the_command_of_a_run_begins_it(folder, tmp_path, monkeypatch):
-    """tiny_llama of seed 42 is the default but for settings that may change: there --resume begins nothing."""
+    """tiny_llama of seed 42 is the default but for settings that may change: --resume begins none."""
     commands = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(runs, "run", lambda words, **_: commands.append(words))
