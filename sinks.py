@@ -83,7 +83,7 @@ def rate(settings: RateSettings):
 def by_length(model, tokens, lengths):
     """Rows and alpha_1 by length: by one pass over the longest, or one for each where that matters."""
     found = attention.sinks_by_length(model, tokens, tuple(lengths), with_others=True)
-    if caveats.is_same_alone(model, tokens, found):
+    if len(lengths) == 1 or caveats.is_same_alone(model, tokens, found):
         return found
     say("attention depends on how many tokens follow: each length is read anew")
     return {T: attention.sink_statistics(model, tokens[:, :T], with_others=True) for T in lengths}

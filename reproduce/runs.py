@@ -1,6 +1,6 @@
 """The trainings that results read: each a command of train.py, on one thread, resumed where it stopped.
 
-python -m reproduce.runs runs/lineage            # who is related? twelve runs: 90 minutes
+python -m reproduce.runs runs/lineage            # who is related? twelve runs: three hours
 python -m reproduce.runs runs/text               # calibrations, explicit sinks on text, 15 runs: five hours
 python -m reproduce.runs runs/text/none-42       # one of these: a quarter of an hour
 """

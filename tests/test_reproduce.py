@@ -37,9 +37,6 @@ TINY |= {
     "smollm2/rate": f"{SINKS} --sequence-length 12",
     "smollm2/intervene": f"{SINKS} --factor 2",
 }
-# Of earlier code, since their trainings take hours: the page names their commits.
-OLD = {"lineage", "compare", "matrix", "identify", "persistence", "qwen/persistence", "text/hide"}
-MADE = [name for name in main.RESULTS if name not in OLD]
 ENGAGE = "-m reproduce.mechanisms engage --model tiny_gpt2 --seed 1 2 --num-sequences 200"
 
 
@@ -103,7 +100,7 @@ def test_what_is_missing_is_made_and_what_is_named_again(few, asked):
     assert [words[0] for words in asked] == ["probe.py"]
 
 
-@pytest.mark.parametrize("name", sorted(TINY.keys() - OLD))
+@pytest.mark.parametrize("name", TINY)
 def test_committed_columns_are_those_that_the_code_writes(name, tmp_path):
     committed = read_json(ROOT / f"results/{name}.json")
     words = main.RESULTS[name].removeprefix("-m ").split(" --")[0]
@@ -165,7 +162,7 @@ def test_commands_are_ones_that_their_scripts_know(name):
     assert runs <= {*RUNS, "runs/lineage"}
 
 
-@pytest.mark.parametrize("name", MADE)
+@pytest.mark.parametrize("name", main.RESULTS)
 def test_a_committed_result_has_the_settings_of_its_command(name):
     """But for the folder, and for what the machine decides."""
     wanted = json.loads(json.dumps(asdict(settings_of(name)[0])))
@@ -181,7 +178,7 @@ def test_a_committed_result_names_a_commit_of_this_repository():
     if git(["git", "rev-parse", "--is-shallow-repository"]).stdout != "false\n":
         pytest.skip("the history is not whole here")
     commits = set()
-    for name in MADE:
+    for name in main.RESULTS:
         commits.add(read_json(ROOT / f"results/{name}.json")["environment"]["commit"])
     assert len(commits) <= 3
     for commit in commits:
