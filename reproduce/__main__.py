@@ -1,6 +1,6 @@
 """Do the papers hold? What BB, and the abstract and summaries of SO, state: their number beside ours.
 
-    python -m reproduce --out mine               # what is missing there: all takes 13 hours of one core
+    python -m reproduce --out mine               # what is missing there: all takes ten hours of one core
     python -m reproduce layers mlp --out mine    # these anew, whether they are there or not
 
 A command makes each result, after the runs of training that it reads: the costliest first, --jobs of them at
