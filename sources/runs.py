@@ -51,7 +51,9 @@ class Run:
         """The settings that the run began with, to go on with it; None if there are none."""
         if not self.settings_file.exists():
             return None
-        begun = from_values(kind, read_json(self.settings_file), self.settings_file)
+        values = read_json(self.settings_file)
+        values = {name: value for name, value in values.items() if value is not None}  # null: the default
+        begun = from_values(kind, values, self.settings_file)
         return replace(begun, resume=True, out=str(self.folder))
 
     @contextlib.contextmanager

@@ -285,6 +285,14 @@ def test_a_signal_saves_and_resuming_gives_the_same_bits(
     assert same_bits(run, whole)
 
 
+def test_a_null_in_settings_is_the_default(copied):
+    """As runs of a time had it of --explicit-sink, when its default was None."""
+    values = json.loads((copied / "settings.json").read_text())
+    (copied / "settings.json").write_text(json.dumps(values | {"explicit_sink": None}))
+    done = run_here("train.py", "--resume", "--out", copied, "--max-iters", 5)
+    assert done.returncode == 0 and checkpoint.steps(copied)[-1].name == "step_0000005", done.stderr
+
+
 def test_full_disk(tokens, whole, tmp_path):
     """Room for weights of 0.4 MB, but not for AdamW's state of 0.8: one line, no half a checkpoint."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
